@@ -1,0 +1,73 @@
+"""Replace one SDPA node by its TTT subgraph.
+
+For a site whose weights live in ``owner.ttt`` the node
+
+    out = scaled_dot_product_attention(q, k, v)
+
+becomes (mask and grouped heads left away)
+
+    prefix, grid = ttt.layout.resolve(k.size(2))
+    k    = t5fx.key_norm(k, eps)
+    q, k = t5fx.dwc(q, ttt.dwc_q.weight, ttt.dwc_q.bias, prefix, grid), t5fx.dwc(k, ...)
+    fast = t5fx.inner_step(k, v, [ttt.w1, ttt.w2, ttt.w3], "swiglu", "dot", scale, lr)
+    out  = t5fx.inner_apply(q, fast, "swiglu")
+
+which is :func:`t5fx.ops.ttt_attention` written as graph nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ops  # noqa: F401  (defines torch.ops.t5fx)
+from ..config import TTTConfig
+from ..inner import weight_names
+from .canonicalize import bind
+from .match import Match, key_padding
+
+
+def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt: str, self_attention: bool) -> fx.Node:
+    """Replace ``node`` in ``graph``; returns the node that computes the output in its stead.
+
+    Args:
+        ttt: qualified name, seen from the graph's module, of the :class:`~t5fx.weights.TTTWeights`.
+        self_attention: queries and keys are the same tokens, so a key-padding mask holds for both.
+    """
+    call = bind(node.args, node.kwargs)
+    op = torch.ops.t5fx
+    with graph.inserting_before(node):
+        query, key, value = call.query, call.key, call.value
+        if match.groups > 1:
+            key, value = (graph.call_method("repeat_interleave", (x, match.groups, 1)) for x in (key, value))
+        mask = None
+        if call.attn_mask is not None:
+            batch = graph.call_method("size", (key, 0))
+            mask = graph.call_function(key_padding, (call.attn_mask, batch))
+        if config.key_norm:
+            key = graph.call_function(op.key_norm.default, (key, config.key_norm_eps, mask))
+        if config.dwc is not None:
+            query, key = _convolve(graph, query, key, mask, ttt, self_attention)
+        weights = [graph.get_attr(f"{ttt}.{name}") for name in weight_names(config.inner_name)]
+        inner = config.inner_name
+        step = (key, value, weights, inner, config.loss, match.scale, config.inner_lr, mask)
+        fast = graph.call_function(op.inner_step.default, step)
+        out = graph.call_function(op.inner_apply.default, (query, fast, inner))
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return out
+
+
+def _convolve(graph: fx.Graph, query: Any, key: Any, mask: Any, ttt: str, self_attention: bool) -> tuple[Any, Any]:
+    op = torch.ops.t5fx.dwc.default
+    tokens = graph.call_method("size", (key, 2))
+    layout = graph.call_method("resolve", (graph.get_attr(f"{ttt}.layout"), tokens))
+    prefix, grid = (graph.call_function(operator.getitem, (layout, i)) for i in range(2))
+    out = []
+    for x, name, x_mask in ((query, "dwc_q", mask if self_attention else None), (key, "dwc_k", mask)):
+        weight, bias = graph.get_attr(f"{ttt}.{name}.weight"), graph.get_attr(f"{ttt}.{name}.bias")
+        out.append(graph.call_function(op, (x, weight, bias, prefix, grid, x_mask)))
+    return out[0], out[1]

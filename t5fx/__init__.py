@@ -1,0 +1,77 @@
+"""t5fx: turn a pretrained softmax vision transformer into a linear-complexity one.
+
+model = t5fx.linearize(model, select=t5fx.every_other)
+model = torch.compile(model, backend="t5")
+"""
+
+from . import ops
+from .api import inspect, linearize, report, revert
+from .config import DIT5_TTT, T5, TTTConfig
+from .errors import (
+    CaptureError,
+    ConfigError,
+    InputError,
+    LayoutError,
+    MaskError,
+    RecipeError,
+    SelectionError,
+    T5fxError,
+)
+from .grid import grid
+from .inner import InnerModel
+from .io import load, save
+from .report import Report
+from .select import (
+    Selector,
+    cheaper,
+    every,
+    every_other,
+    everything,
+    first,
+    fraction,
+    last,
+    min_tokens,
+    names,
+)
+from .site import Refusal, Site, TokenLayout
+from .train import param_groups
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DIT5_TTT",
+    "T5",
+    "CaptureError",
+    "ConfigError",
+    "InnerModel",
+    "InputError",
+    "LayoutError",
+    "MaskError",
+    "RecipeError",
+    "Refusal",
+    "Report",
+    "SelectionError",
+    "Selector",
+    "Site",
+    "T5fxError",
+    "TTTConfig",
+    "TokenLayout",
+    "cheaper",
+    "every",
+    "every_other",
+    "everything",
+    "first",
+    "fraction",
+    "grid",
+    "inspect",
+    "last",
+    "linearize",
+    "load",
+    "min_tokens",
+    "names",
+    "ops",
+    "param_groups",
+    "report",
+    "revert",
+    "save",
+]

@@ -1,0 +1,194 @@
+"""The token grid at run time: which height and width a site's tokens have in *this* forward pass.
+
+A :class:`GridRecorder` hooks the module that makes the grid (usually the patch embedding's convolution) and writes
+down the size it saw; a :class:`SiteLayout` reads it when its site runs and checks it against the number of tokens.
+Both share one :class:`GridState` a model.  Three things could make a recorded grid stale, and are handled: another
+thread runs the model at another size (sizes are kept by thread), gradient checkpointing runs a block again during
+backward (the size is kept with the checkpoint's frame), and a module is called past its model's forward (the number
+of tokens disagrees, which is an error, never a guess).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from .errors import LayoutError
+
+Grid = tuple[int, ...]
+
+
+class GridState:
+    """What the grid sources of one model last said.  Copies and pickles start empty."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, Grid] = {}
+        self.override: Grid | None = None
+        self._by_thread: dict[tuple[int, str], Grid] = {}
+        self._frames: weakref.WeakKeyDictionary[Any, dict[str, Grid]] = weakref.WeakKeyDictionary()
+        self._met: dict[str, set[Grid]] = {}
+
+    def record(self, source: str, grid: Grid) -> None:
+        self.latest[source] = grid
+        if not torch.compiler.is_compiling():
+            self._by_thread[(threading.get_ident(), source)] = grid
+            self._met.setdefault(source, set()).add(grid)
+
+    def current(self, source: str) -> Grid | None:
+        """The grid of this forward pass (or of the one that a checkpoint is running again)."""
+        if torch.compiler.is_compiling():
+            return self.latest.get(source)
+        grid = self._by_thread.get((threading.get_ident(), source), self.latest.get(source))
+        frame = _checkpoint_frame()
+        if frame is not None:
+            kept = self._frames.setdefault(frame, {})
+            return kept.setdefault(source, grid) if grid is not None else kept.get(source)
+        if torch._C._current_graph_task_id() != -1 and grid is not None:
+            same = {g for g in self._met.get(source, ()) if math.prod(g) == math.prod(grid)}
+            if len(same) > 1:
+                raise LayoutError(
+                    f"reentrant gradient checkpointing runs a block again in backward, and {source} has made the grids "
+                    f"{sorted(same)} of as many tokens: use use_reentrant=False, or t5fx.grid(model, (height, width))"
+                )
+        return grid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _checkpoint_frame() -> Any:
+    """The frame of the non-reentrant checkpoint that is running (first time or again), if there is one.
+
+    ``torch.utils.checkpoint`` keeps it in the closure of its saved-tensor hooks: in forward the frame itself, in
+    recomputation a weak reference to the same one.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    for cell in getattr(hooks[0], "__closure__", None) or ():
+        content = cell.cell_contents
+        content = content() if isinstance(content, weakref.ref) else content
+        if type(content).__name__ == "_CheckpointFrame":
+            return content
+    return None
+
+
+class GridRecorder:
+    """A forward hook (or forward pre-hook) that notes the sizes of some axes of a tensor."""
+
+    def __init__(self, state: GridState, source: str, leaf: int, dims: Sequence[int]) -> None:
+        self.state, self.source, self.leaf, self.dims = state, source, leaf, tuple(dims)
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if rest and not isinstance(rest[-1], dict):
+            tree = rest[-1]  # a forward hook: (module, args, output)
+        else:
+            tree = (args, rest[-1] if rest else {})  # a pre-hook with keywords: (module, args, kwargs)
+        if not isinstance(tree, Tensor):
+            tree = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)][self.leaf]
+        self.state.record(self.source, tuple(tree.shape[d] for d in self.dims))
+
+
+class SiteLayout:
+    """Answers, for one site, where the grid lies among ``n`` tokens.
+
+    Args:
+        site: the site's name, for messages.
+        state: shared by all sites of the model.
+        source: name of the grid source to ask, or None where there is none.
+        grid: the grid of the example inputs, or the one the user gave; None for "a square".
+        prefix, suffix: counts of tokens before and after; at most one may be None: whatever is left.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        state: GridState,
+        *,
+        source: str | None = None,
+        grid: Grid | None = None,
+        prefix: int | None = 0,
+        suffix: int | None = 0,
+    ) -> None:
+        self.site, self.state, self.source = site, state, source
+        self.grid, self.prefix, self.suffix = grid, prefix, suffix
+
+    def resolve(self, tokens: int) -> tuple[int, list[int]]:
+        """``(prefix, grid)`` for a sequence of ``tokens`` tokens.
+
+        Raises:
+            LayoutError: the known grid does not fit the tokens; the message says what to call.
+        """
+        grid = self.state.override
+        if grid is None and self.source is not None:
+            grid = self.state.current(self.source)
+        if grid is None:
+            grid = self.grid if self.grid is not None else self._square(tokens)
+        cells = math.prod(grid)
+        prefix = tokens - cells - (self.suffix or 0) if self.prefix is None else self.prefix
+        suffix = tokens - cells - prefix if self.suffix is None else self.suffix
+        if prefix < 0 or suffix < 0 or prefix + cells + suffix != tokens:
+            self._fail(tokens, grid)
+        return prefix, list(grid)
+
+    def _square(self, tokens: int) -> Grid:
+        cells = tokens - (self.prefix or 0) - (self.suffix or 0)
+        side = math.isqrt(max(int(cells), 0))
+        if side * side != cells:
+            self._fail(tokens, None)
+        return (side, side)
+
+    def _fail(self, tokens: int, grid: Grid | None) -> None:
+        extra = [f"{n} {what}" for n, what in ((self.prefix, "prefix"), (self.suffix, "suffix")) if n]
+        with_extra = f" with {' and '.join(extra)} tokens" if extra else ""
+        if grid is None:
+            known = f"they are assumed to be a square grid{with_extra}, which they are not"
+        else:
+            shape = "x".join(str(size) for size in grid)
+            origin = f" of {self.source}" if self.source is not None and self.state.override is None else ""
+            known = f"the grid{origin} is {shape}{with_extra}"
+        raise LayoutError(
+            f"site {self.site!r} got {tokens} tokens, but {known}. Run the model through its own forward, or say the "
+            "grid: `with t5fx.grid(model, (height, width)): ...`"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        grid = list(self.grid) if self.grid is not None else None
+        return {"source": self.source, "grid": grid, "prefix": self.prefix, "suffix": self.suffix}
+
+    def __repr__(self) -> str:
+        where = self.source or ("fixed" if self.grid is not None else "square")
+        return f"SiteLayout(prefix={self.prefix}, grid={self.grid}, suffix={self.suffix}, from {where})"
+
+
+@contextlib.contextmanager
+def grid(model: nn.Module, sizes: Sequence[int]) -> Iterator[None]:
+    """Inside, every converted site of ``model`` takes its grid to be ``sizes``: (height, width) or (frames, h, w).
+
+    For calls that go past the module which makes the grid, such as running a model's blocks by hand.
+
+    Raises:
+        LayoutError: ``model`` holds no converted site with a grid.
+    """
+    states = {id(s): s for m in model.modules() if isinstance(s := getattr(getattr(m, "layout", None), "state", None), GridState)}
+    if not states:
+        raise LayoutError(f"{type(model).__name__} holds no linearized site with a token grid: call t5fx.linearize first")
+    before = {key: state.override for key, state in states.items()}
+    for state in states.values():
+        state.override = tuple(int(size) for size in sizes)
+    try:
+        yield
+    finally:
+        for key, state in states.items():
+            state.override = before[key]

@@ -1,0 +1,233 @@
+"""capture -> match: look at a model and decide, site by site, what can be converted.  Nothing is changed.
+
+:func:`make_plan` is all that ``inspect`` does and the first half of ``linearize``; both see the same sites and the
+same refusals because they run the same code, traces included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from .blocks import assign_blocks
+from .capture.discover import Discovery, Seen, discover
+from .capture.dryrun import clear_fake_caches
+from .capture.install import calls_of, is_linearized, trace_owner
+from .capture.trace import Traced
+from .config import TTTConfig
+from .cost import site_cost
+from .errors import CaptureError, T5fxError
+from .layout import Found, LayoutRule, UserLayout, find, kind_of
+from .passes.canonicalize import attention_nodes
+from .passes.match import Match, mask_kind, match
+from .site import Refusal, Site
+
+_KIND_REFUSALS = {
+    "cross": "cross attention: {queries} queries read {keys} tokens from elsewhere, so its cost is linear in the "
+    "queries already and TTT has nothing to win",
+    "pooling": "attention pooling: {queries} learned or single quer{y} read the tokens, so its cost is linear already",
+    "window": "window attention: {keys} tokens a window, so its cost is linear in the tokens already",
+    "channel": "attention over channels (XCA), not over tokens: its cost is linear already",
+    "unknown": "queries and keys come through an operator that t5fx does not know, so it can't tell self- from "
+    "cross-attention: pass layout= to say that they are the same tokens",
+}
+_FORM_REFUSALS = {
+    "mha": "torch.nn.MultiheadAttention computes attention inside one function, which is not opened yet",
+    "written": "attention written out as matmul, softmax, matmul is not rewritten yet: switch the model to "
+    "F.scaled_dot_product_attention (timm: fused_attn, transformers: attn_implementation='sdpa')",
+}
+
+
+@dataclass
+class PlannedSite:
+    """A site with what is needed to convert it."""
+
+    site: Site
+    owner: str  # the module that is traced and installed; site.owner lies in it (a GraphModule holds many)
+    match: Match | None = None
+    rule: LayoutRule | None = None
+
+
+@dataclass
+class Plan:
+    """All sites of a model in order of execution, and its owners' traces (train and eval) by name."""
+
+    config: TTTConfig
+    sites: list[PlannedSite]
+    traces: dict[str, list[tuple[tuple, dict[str, Any], bool, Traced]]] = field(default_factory=dict)
+    attention_calls: dict[str, int] = field(default_factory=dict)
+    how: str = "dry run"
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    config: TTTConfig,
+    layout: UserLayout = None,
+    *,
+    modes: tuple[bool, ...] = (False, True),
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """Discover, trace and match.
+
+    Args:
+        modes: the values of ``training`` to trace the owners in.
+
+    Raises:
+        InputError: the model does not run with these inputs.
+        LayoutError: a given layout does not fit.
+        T5fxError: the model is linearized already.
+    """
+    if any(is_linearized(module) for module in model.modules()):
+        raise T5fxError(
+            f"{type(model).__name__} is linearized already: t5fx.report(model) shows how; to choose other sites call "
+            "t5fx.revert(model) first"
+        )
+    discovery = discover(model, args, kwargs)
+    modules = dict(model.named_modules())
+    plan = Plan(config, [], how=discovery.how)
+    problems: dict[str, Refusal] = {}
+    for owner in dict.fromkeys(seen.owner for seen in discovery.seen if seen.form == "sdpa"):
+        try:
+            plan.traces[owner] = _traces(modules[owner], discovery, owner, modes)
+            plan.attention_calls[owner] = _count_calls(plan.traces[owner], discovery, owner)
+        except CaptureError as error:
+            problems[owner] = Refusal("capture", str(error))
+    for seen in discovery.seen:
+        planned = _plan_site(seen, modules, plan, layout)
+        problem = problems.get(seen.owner)
+        if problem is not None and planned.site.convertible:
+            planned.site = planned.site.replace(refusal=problem)
+        plan.sites.append(planned)
+    classes = {name: type(module).__name__ for name, module in modules.items()}
+    grouped = assign_blocks([planned.site for planned in plan.sites], classes)
+    for planned, site in zip(plan.sites, grouped, strict=True):
+        planned.site = site
+    discovery.seen.clear()
+    clear_fake_caches()
+    return plan
+
+
+def _traces(owner: nn.Module, discovery: Discovery, name: str, modes: tuple[bool, ...]) -> list:
+    if "forward" in owner.__dict__ and not isinstance(owner, fx.GraphModule):
+        raise CaptureError(
+            f"the forward of {name!r} was replaced on the instance (as accelerate's hooks do), so a class can't take "
+            "effect: linearize first, add such hooks afterwards"
+        )
+    traces, seen = [], set()
+    for args, kwargs in discovery.owner_calls[name][:4]:
+        for training in modes if not isinstance(owner, fx.GraphModule) else modes[:1]:
+            traced = trace_owner(owner, args, kwargs, training)
+            text = (str(traced.graph), training)
+            if text not in seen:
+                seen.add(text)
+                traces.append((args, kwargs, training, traced))
+    return traces
+
+
+def _count_calls(traces: list, discovery: Discovery, name: str) -> int:
+    counts = {len(attention_nodes(traced.graph)) for *_, traced in traces}
+    seen = sum(s.owner == name and s.form == "sdpa" for s in discovery.seen)
+    if counts != {seen}:
+        raise CaptureError(
+            f"{name!r} makes {seen} attention call(s) when it runs, but {sorted(counts)} in its traced graphs: its "
+            "forward takes different ways, in train and eval or from call to call"
+        )
+    return seen
+
+
+def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: UserLayout) -> PlannedSite:
+    """Describe one site and decide on it."""
+    call = seen.call
+    found = match(call) if seen.form == "sdpa" else None
+    owner, index = _place(seen, modules, plan)
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    name = owner if index == 0 else f"{owner}:{index}"
+    site = Site(
+        name=name or "(model)",
+        owner=owner,
+        index=seen.index,
+        form=seen.form,
+        kind=kind_of(seen),
+        batch=int(query[0]) if len(query) > 3 else 1,
+        heads=int(query[-3]) if len(query) > 2 else 1,
+        queries=int(query[-2]),
+        keys=int(key[-2]),
+        head_dim=int(query[-1]),
+        value_dim=int(value[-1]),
+        mask=mask_kind(call),
+        notes=found.notes if isinstance(found, Match) else (),
+    )
+    layout_found = find(seen, site, layout)
+    if site.kind == "unknown" and layout is not None and site.queries == site.keys:
+        site = site.replace(kind="self")
+    refusal = _refusal(site, found, layout_found, plan.config)
+    rule = None
+    if isinstance(layout_found, Found):
+        site = site.replace(layout=layout_found.layout, layout_from=layout_found.words)
+        rule = layout_found.rule
+    cost = site_cost(
+        batch=site.batch,
+        heads=site.heads,
+        queries=site.queries,
+        keys=site.keys,
+        head_dim=site.head_dim,
+        value_dim=site.value_dim,
+        config=plan.config,
+        grid_tokens=site.layout.grid_tokens if site.layout else 0,
+        element_size=call.query.element_size(),
+    )
+    site = site.replace(
+        softmax_flops=cost.softmax_flops,
+        ttt_flops=cost.ttt_flops,
+        break_even_tokens=cost.break_even_tokens,
+        refusal=refusal,
+    )
+    return PlannedSite(site, seen.owner, found if isinstance(found, Match) else None, rule)
+
+
+def _refusal(site: Site, found: Match | Refusal | None, layout: Found | Refusal, config: TTTConfig) -> Refusal | None:
+    """The most telling reason first: what the site is, how it is written, what its operands are, where its grid is."""
+    if site.kind in _KIND_REFUSALS:
+        ending = "y" if site.queries == 1 else "ies"
+        return Refusal(site.kind, _KIND_REFUSALS[site.kind].format(queries=site.queries, keys=site.keys, y=ending))
+    if isinstance(found, Refusal):
+        return found
+    if site.form in _FORM_REFUSALS:
+        return Refusal(f"form-{site.form}", _FORM_REFUSALS[site.form])
+    if isinstance(layout, Refusal) and config.dwc is not None:
+        return layout
+    return None
+
+
+def _place(seen: Seen, modules: dict[str, nn.Module], plan: Plan) -> tuple[str, int]:
+    """Owner and index to show.  In a GraphModule the nodes remember whose forward they were traced from."""
+    owner = modules[seen.owner]
+    if not isinstance(owner, fx.GraphModule) or seen.owner not in plan.traces:
+        return seen.owner, seen.index
+    nodes = attention_nodes(plan.traces[seen.owner][0][3].graph)
+    paths = [_stack_path(node, owner) for node in nodes]
+    path = paths[seen.index]
+    prefix = f"{seen.owner}." if seen.owner and path else seen.owner
+    return prefix + path, paths[: seen.index].count(path)
+
+
+def _stack_path(node: fx.Node, root: fx.GraphModule) -> str:
+    """The innermost submodule of ``root`` that ``node`` was traced in, as far as ``root`` still has it."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    paths = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack]
+    names = {name for name, _ in root.named_modules()}
+    for path in reversed(paths):
+        path = path.removeprefix("L['self'].")
+        if path in names:
+            return path
+    return ""
+
+
+def values_of_calls(traced: Traced) -> list:
+    """The operands of a trace's attention calls (for tests and tools)."""
+    return calls_of(traced)

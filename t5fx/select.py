@@ -1,0 +1,188 @@
+"""Which sites to convert.  A selector is any ``Callable[[Site], bool]``; these are the usual ones.
+
+    t5fx.every_other                                     the blocks 1, 3, 5, ...
+    t5fx.last(12) & t5fx.min_tokens(1024)                combine with & | ~
+    t5fx.names("blocks.*") & ~t5fx.names("blocks.0.*")   by name
+    lambda site: site.head_dim == 64                     or say it yourself
+
+A selector only ever chooses among sites that can be converted.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .errors import SelectionError
+from .site import Site
+
+
+class Selector:
+    """A predicate on sites that combines with ``&``, ``|`` and ``~``.
+
+    Args:
+        accept: the predicate.
+        words: how it prints.
+        check: called with all sites before the choice is made; may raise.
+    """
+
+    def __init__(
+        self,
+        accept: Callable[[Site], bool],
+        words: str,
+        check: Callable[[Sequence[Site]], None] | None = None,
+    ) -> None:
+        self._accept, self.words, self._check = accept, words, check
+
+    def __call__(self, site: Site) -> bool:
+        return bool(self._accept(site))
+
+    def check(self, sites: Sequence[Site]) -> None:
+        if self._check is not None:
+            self._check(sites)
+
+    def __and__(self, other: Any) -> Selector:
+        return _combine(self, _as_selector(other), "&", all)
+
+    def __or__(self, other: Any) -> Selector:
+        return _combine(self, _as_selector(other), "|", any)
+
+    def __rand__(self, other: Any) -> Selector:
+        return _as_selector(other) & self
+
+    def __ror__(self, other: Any) -> Selector:
+        return _as_selector(other) | self
+
+    def __invert__(self) -> Selector:
+        return Selector(lambda site: not self(site), f"~{self.words}", self._check)
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+def _as_selector(select: Any) -> Selector:
+    if isinstance(select, Selector):
+        return select
+    if isinstance(select, str):
+        return names(select)
+    if callable(select):
+        return Selector(select, getattr(select, "__name__", repr(select)))
+    raise SelectionError(
+        f"select must be a selector or a callable from t5fx.Site to bool, not {type(select).__name__}: "
+        "t5fx.every_other, t5fx.names('blocks.*'), lambda site: site.tokens > 1000"
+    )
+
+
+def _combine(left: Selector, right: Selector, sign: str, how: Callable) -> Selector:
+    def check(sites: Sequence[Site]) -> None:
+        left.check(sites)
+        right.check(sites)
+
+    return Selector(lambda site: how((left(site), right(site))), f"({left} {sign} {right})", check)
+
+
+def _count(name: str, n: Any, least: int) -> int:
+    if not isinstance(n, int) or isinstance(n, bool) or n < least:
+        raise SelectionError(f"{name} takes a whole number of at least {least}, not {n!r}")
+    return n
+
+
+everything = Selector(lambda site: True, "everything")
+"""All sites that can be converted."""
+
+every_other = Selector(lambda site: site.block_index % 2 == 1, "every_other")
+"""The blocks 1, 3, 5, ... (counted from 0 among blocks that hold a convertible site), as the papers convert half."""
+
+cheaper = Selector(lambda site: site.ttt_flops < site.softmax_flops, "cheaper")
+"""Only sites where, at the example's size, TTT needs fewer FLOPs than softmax attention (:mod:`t5fx.cost`)."""
+
+
+def every(n: int, start: int = 0) -> Selector:
+    """The blocks ``start``, ``start + n``, ``start + 2 n``, ..."""
+    _count("every", n, 1)
+    _count("every", start, 0)
+    return Selector(lambda s: s.block_index >= start and (s.block_index - start) % n == 0, f"every({n}, {start})")
+
+
+def first(n: int) -> Selector:
+    """The first ``n`` blocks."""
+    _count("first", n, 1)
+    return Selector(lambda site: 0 <= site.block_index < n, f"first({n})")
+
+
+def last(n: int) -> Selector:
+    """The last ``n`` blocks."""
+    _count("last", n, 1)
+    return Selector(lambda site: site.block_index >= site.blocks - n, f"last({n})")
+
+
+def fraction(p: float) -> Selector:
+    """A share ``p`` (0 to 1) of the blocks, spread evenly; ``fraction(0.5)`` of an even number is ``every_other``."""
+    if not isinstance(p, (int, float)) or not 0 < p <= 1:
+        raise SelectionError(f"fraction takes a share above 0 and at most 1, not {p!r}")
+
+    def accept(site: Site) -> bool:
+        chosen = round(p * site.blocks)  # block i is chosen where the running share passes a whole number
+        i, n = site.block_index, site.blocks
+        return i >= 0 and (i + 1) * chosen // n > i * chosen // n
+
+    return Selector(accept, f"fraction({p})")
+
+
+def min_tokens(n: int) -> Selector:
+    """Sites whose attention reads at least ``n`` tokens in the example."""
+    _count("min_tokens", n, 1)
+    return Selector(lambda site: site.tokens >= n, f"min_tokens({n})")
+
+
+def names(*patterns: str | re.Pattern[str]) -> Selector:
+    """Sites whose name, owner or block matches one of the globs (strings) or regular expressions (``re.compile``).
+
+    Raises (when used):
+        SelectionError: a pattern matches no site of the model; the message lists the sites there are.
+    """
+    if not patterns:
+        raise SelectionError("names needs at least one pattern, such as names('blocks.*')")
+    for pattern in patterns:
+        if not isinstance(pattern, (str, re.Pattern)):
+            raise SelectionError(f"names takes globs (strings) or compiled regular expressions, not {pattern!r}")
+
+    def matches(pattern: str | re.Pattern[str], site: Site) -> bool:
+        for name in (site.name, site.owner, site.block):
+            if fnmatch.fnmatchcase(name, pattern) if isinstance(pattern, str) else pattern.search(name):
+                return True
+        return False
+
+    def check(sites: Sequence[Site]) -> None:
+        for pattern in patterns:
+            if not any(matches(pattern, site) for site in sites):
+                shown = pattern if isinstance(pattern, str) else f"/{pattern.pattern}/"
+                raise SelectionError(f"names: {shown!r} matches no site. {list_sites(sites)}")
+
+    words = ", ".join(repr(p) if isinstance(p, str) else f"/{p.pattern}/" for p in patterns)
+    return Selector(lambda site: any(matches(p, site) for p in patterns), f"names({words})", check)
+
+
+def choose(sites: Sequence[Site], select: Any) -> list[Site]:
+    """The convertible sites that ``select`` accepts.
+
+    Raises:
+        SelectionError: none is left, or a name in the selector matches nothing; the message lists the sites.
+    """
+    selector = _as_selector(select)
+    if not sites:
+        raise SelectionError("the model makes no attention call that t5fx knows, so there is nothing to convert")
+    selector.check(sites)
+    chosen = [site for site in sites if site.convertible and selector(site)]
+    if not chosen:
+        raise SelectionError(f"select={selector} chooses no site that can be converted. {list_sites(sites)}")
+    return chosen
+
+
+def list_sites(sites: Sequence[Site]) -> str:
+    """The sites in a sentence, for messages."""
+    shown = [f"{s.name} ({'convertible' if s.convertible else 'refused: ' + str(s.refusal)})" for s in sites[:40]]
+    more = f" and {len(sites) - 40} more" if len(sites) > 40 else ""
+    return f"The model's {len(sites)} sites: " + "; ".join(shown) + more
