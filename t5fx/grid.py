@@ -76,7 +76,9 @@ def _checkpoint_frame() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return None
-    for cell in getattr(hooks[0], "__closure__", None) or ():
+    pack = hooks[0]
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)  # the one of recomputation is hidden from Dynamo
+    for cell in getattr(pack, "__closure__", None) or ():
         content = cell.cell_contents
         content = content() if isinstance(content, weakref.ref) else content
         if type(content).__name__ == "_CheckpointFrame":

@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import fx, nn
 
 from .api import Record, _undo, add_recorders, record_of
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
-from .capture.install import Conversion, SiteSpec, TensorSpec, base_class, install, is_linearized, warm
+from .capture.install import (
+    Conversion,
+    SiteSpec,
+    TensorSpec,
+    add_entry,
+    base_class,
+    install,
+    is_linearized,
+    materialize,
+    warm,
+)
 from .config import TTTConfig
 from .errors import RecipeError, T5fxError
 from .grid import GridState, SiteLayout
@@ -38,9 +48,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a linearized model to ``folder`` (made if need be); returns the folder.
 
     Raises:
-        T5fxError: ``model`` is not linearized, or is a GraphModule (save its source instead).
+        T5fxError: ``model`` is not linearized, holds no data (meta device), or is a GraphModule (save its source
+            instead).
     """
     record = record_of(model)
+    if (empty := _on_meta(model)) is not None:
+        raise T5fxError(f"there is nothing to save: {empty!r} is on the meta device")
     folder = Path(folder)
     modules = dict(model.named_modules())
     if any(isinstance(modules[owner], fx.GraphModule) for owner in record.owners):
@@ -76,27 +89,58 @@ def load(model: Model, folder: str | Path, *, inner: InnerModel | None = None) -
     recipe = _read(folder)
     if any(map(is_linearized, model.modules())):
         raise RecipeError("load takes the base model, freshly built; this one is linearized already (t5fx.revert(model))")
+    if (empty := _on_meta(model)) is not None:
+        raise RecipeError(f"{empty!r} is on the meta device and can't take weights: call model.to_empty(device=...) first")
+    try:
+        model.__dict__["_t5fx"] = _apply(model, folder, recipe, inner)
+    except BaseException as error:
+        _undo(model)
+        if isinstance(error, RecipeError) or not isinstance(error, _DAMAGE):
+            raise
+        what = f"{type(error).__name__}: {error}" if not isinstance(error, T5fxError) else str(error)
+        raise RecipeError(f"the recipe in {folder} is damaged or does not fit this model ({what})") from error
+    return model
+
+
+# What a value that someone changed by hand, or a file cut short, can lead to.
+_DAMAGE = (T5fxError, SafetensorError, LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+
+
+def _on_meta(model: nn.Module) -> str | None:
+    return next((key for key, tensor in model.state_dict().items() if tensor.is_meta), None)
+
+
+def _apply(model: nn.Module, folder: Path, recipe: Mapping[str, Any], inner: InnerModel | None) -> Record:
     config = TTTConfig.from_dict(recipe["config"], inner=inner)
     _compare(fingerprint(model), recipe["base"])
     modules = dict(model.named_modules())
+    sources = [GridSource(**{**s, "dims": tuple(s["dims"])}) for s in recipe["sources"]]
+    for kind, name in [*(("owner", o["name"]) for o in recipe["owners"]), *(("grid source", s.module) for s in sources)]:
+        if name not in modules:
+            raise RecipeError(f"the recipe names the {kind} {name!r}; this model has no module of that name")
     with safe_open(folder / WEIGHTS, "pt") as file:
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    state = GridState()
-    try:
-        owners = {o["name"]: _install_owner(modules[o["name"]], o, config, state) for o in recipe["owners"]}
-        sources = [GridSource(**{**s, "dims": tuple(s["dims"])}) for s in recipe["sources"]]
-        add_recorders(modules, sources, state)
-        _load_tensors(model, folder, stored, recipe["aliases"])
-        for name in owners:
-            warm(modules[name])
-        clear_fake_caches()
-    except BaseException:
-        _undo(model)
-        raise
     sites = tuple(_site_from_dict(s) for s in recipe["report"])
+    state = GridState()
+    owners = {o["name"]: _install_owner(modules[o["name"]], o, config, state) for o in recipe["owners"]}
+    add_recorders(modules, sources, state)
+    for name in owners:
+        _warm(modules[name])
+    clear_fake_caches()
+    _load_tensors(model, folder, stored, recipe["aliases"])  # last: what it writes can't be taken back
     report = Report(type(model).__name__, sites, config, converted=True, how="recipe")
-    model.__dict__["_t5fx"] = Record(config, report, owners, sources)
-    return model
+    return Record(config, report, owners, sources)
+
+
+def _warm(owner: nn.Module) -> None:
+    """Trace the owner as the recipe says.  If not one of its calls can be, the recipe does not fit."""
+    conversion: Conversion = owner._t5fx_owner  # type: ignore[assignment]
+    known = list(conversion.calls)
+    warm(owner)
+    if known and not conversion.entries:
+        call, training = known[0]
+        args, kwargs = materialize(call, owner)
+        add_entry(owner, conversion, args, kwargs, training)  # again, for its error
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -208,8 +252,9 @@ def _install_owner(owner: nn.Module, stored: Mapping[str, Any], config: TTTConfi
     like = next((p for p in owner.parameters() if p.is_floating_point()), None)
     options = {"device": like.device, "dtype": like.dtype} if like is not None else {}
     specs = []
+    new: dict[str, TTTWeights] = {}
     for site in stored["sites"]:
-        if hasattr(owner, site["ttt"]):
+        if site["ttt"] in new or hasattr(owner, site["ttt"]):
             raise RecipeError(f"{stored['name']!r} has an attribute {site['ttt']!r} already")
         layout = site["layout"]
         if layout is not None:
@@ -218,12 +263,13 @@ def _install_owner(owner: nn.Module, stored: Mapping[str, Any], config: TTTConfi
                                 prefix=layout["prefix"], suffix=layout["suffix"])  # fmt: skip
         site_config = config if site["dwc"] else config.replace(dwc=None)
         sizes = [site[k] for k in ("heads", "head_dim", "value_dim")]
-        weights = TTTWeights(site_config, *sizes, layout, site["axes"], **options)
-        owner.add_module(site["ttt"], weights)
+        new[site["ttt"]] = TTTWeights(site_config, *sizes, layout, site["axes"], **options)
         specs.append(SiteSpec(site["index"], site["ttt"], site["self_attention"], site_config))
     conversion = Conversion(stored["name"], tuple(specs), stored["attention_calls"])
     for call in stored["calls"]:
         conversion.calls.append((_decode(call["call"]), call["training"]))
+    for name, weights in new.items():  # all of them or none: only an installed owner is undone
+        owner.add_module(name, weights)
     install(owner, conversion)
     return specs
 

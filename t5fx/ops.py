@@ -221,9 +221,9 @@ def _check_transforms(inner: str) -> None:
     if torch._C._dispatch_tls_is_dispatch_key_excluded(transforms):
         raise CaptureError(
             f"the custom inner model {inner} can't be decomposed here: its step is derived by torch.func, "
-            "which does not work below autograd. ExportedProgram.run_decompositions does this: compile the module "
-            "instead, or use a built-in inner model. A dispatch mode under torch.inference_mode does it too: "
-            "use torch.no_grad there"
+            "which does not work below autograd. ExportedProgram.run_decompositions does this: compile the "
+            "module instead, or use a built-in inner model. A dispatch mode under torch.inference_mode does "
+            "it too: use torch.no_grad there"
         )
 
 

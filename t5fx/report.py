@@ -52,9 +52,9 @@ class Report:
 
     def totals(self, chosen: Sequence[Site] | None = None) -> dict[str, int]:
         """FLOPs of all attention sites, softmax throughout and with ``chosen`` (default: selected) as TTT."""
-        picked = {id(s) for s in (self.selected if chosen is None else chosen)}
+        picked = {s.name for s in (self.selected if chosen is None else chosen)}
         softmax = sum(s.softmax_flops for s in self.sites)
-        mixed = sum(s.ttt_flops if id(s) in picked else s.softmax_flops for s in self.sites)
+        mixed = sum(s.ttt_flops if s.name in picked else s.softmax_flops for s in self.sites)
         return {"sites": len(picked), "softmax_flops": softmax, "flops": mixed}
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,10 +7,21 @@ makes the call.  These are plain values: a selector reads them, a report prints 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import LayoutError
+
+
+def _whole(number: Any) -> int | None:
+    """``number`` as an int (numpy's and torch's integers too), or None."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
+
 
 KINDS = ("self", "cross", "pooling", "window", "channel", "unknown")
 
@@ -34,11 +45,14 @@ class TokenLayout:
     suffix: int = 0
 
     def __post_init__(self) -> None:
-        if self.prefix < 0 or self.suffix < 0:
-            raise LayoutError(f"TokenLayout: prefix and suffix count tokens, so they can't be negative: {self}")
+        for name in ("prefix", "suffix"):
+            count = _whole(getattr(self, name))
+            if count is None or count < 0:
+                raise LayoutError(f"TokenLayout: {name} is a number of tokens, 0 or more, not {getattr(self, name)!r}")
+            object.__setattr__(self, name, count)
         if self.grid is not None:
-            grid = tuple(int(size) for size in self.grid)
-            if len(grid) not in (2, 3) or min(grid) < 1:
+            grid = tuple(map(_whole, self.grid)) if isinstance(self.grid, Iterable) else ()
+            if len(grid) not in (2, 3) or any(size is None or size < 1 for size in grid):
                 raise LayoutError(
                     f"TokenLayout: grid must be (height, width), (frames, height, width) or None, not {self.grid!r}"
                 )
@@ -51,7 +65,8 @@ class TokenLayout:
 
     def holds(self, tokens: int) -> bool:
         """Whether a sequence of ``tokens`` tokens can have this layout."""
-        return self.grid is None or self.prefix + self.grid_tokens + self.suffix == tokens
+        rest = tokens - self.prefix - self.suffix
+        return rest == self.grid_tokens if self.grid is not None else rest >= 0
 
     def __str__(self) -> str:
         if self.grid is None:
@@ -144,6 +159,7 @@ class Site:
             "index": self.index,
             "block": self.block,
             "block_index": self.block_index,
+            "blocks": self.blocks,
             "kind": self.kind,
             "form": self.form,
             "tokens": self.tokens,

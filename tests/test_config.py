@@ -27,10 +27,14 @@ class Linear:
 
 
 def test_presets_are_the_published_ones():
-    published = dict(
-        inner="swiglu", loss="dot", inner_lr=1.0, hidden_ratio=1.0, key_norm=True, key_norm_eps=1.0
-    )
-    assert TTTConfig(**published, dwc=3) == T5
+    published = {
+        "inner_lr": 1.0,
+        "hidden_ratio": 1.0,
+        "key_norm": True,
+        "key_norm_eps": 1.0,
+        "init_std": 0.02,
+    }
+    assert TTTConfig("swiglu", "dot", **published, dwc=3) == T5
     assert (DIT5_TTT.inner, DIT5_TTT.loss, DIT5_TTT.dwc) == ("mlp", "mse", 3)
 
 
