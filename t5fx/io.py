@@ -122,7 +122,7 @@ def _apply(model: nn.Module, folder: Path, recipe: Mapping[str, Any], inner: Inn
         stored = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     sites = tuple(_site_from_dict(s) for s in recipe["report"])
     state = GridState()
-    owners = {o["name"]: _install_owner(modules[o["name"]], o, config, state) for o in recipe["owners"]}
+    owners = {o["name"]: _install_owner(model, modules[o["name"]], o, config, state) for o in recipe["owners"]}
     add_recorders(modules, sources, state)
     for name in owners:
         _warm(modules[name])
@@ -244,26 +244,28 @@ def _owner_to_dict(name: str, owner: nn.Module) -> dict[str, Any]:
     }
 
 
-def _install_owner(owner: nn.Module, stored: Mapping[str, Any], config: TTTConfig, state: GridState) -> list[SiteSpec]:
+def _install_owner(
+    model: nn.Module, owner: nn.Module, stored: Mapping[str, Any], config: TTTConfig, state: GridState
+) -> list[SiteSpec]:
     base = type(owner)
     found = f"{base.__module__}.{base.__qualname__}"
     if found != stored["class"]:
         raise RecipeError(f"{stored['name']!r} is a {found}; the recipe converted a {stored['class']}")
-    like = next((p for p in owner.parameters() if p.is_floating_point()), None)
-    options = {"device": like.device, "dtype": like.dtype} if like is not None else {}
+    like = next((p for m in (owner, model) for p in m.parameters() if p.is_floating_point()), None)
+    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype} if like is not None else {}
     specs = []
     new: dict[str, TTTWeights] = {}
     for site in stored["sites"]:
-        if site["ttt"] in new or hasattr(owner, site["ttt"]):
-            raise RecipeError(f"{stored['name']!r} has an attribute {site['ttt']!r} already")
+        if not site["ttt"].isidentifier() or site["ttt"] in new or hasattr(owner, site["ttt"]):
+            raise RecipeError(f"{stored['name']!r} can't take an attribute {site['ttt']!r}: that is no name, or taken")
         layout = site["layout"]
         if layout is not None:
             grid = tuple(layout["grid"]) if layout["grid"] is not None else None
             layout = SiteLayout(layout["site"], state, source=layout["source"], grid=grid,
                                 prefix=layout["prefix"], suffix=layout["suffix"])  # fmt: skip
         site_config = config if site["dwc"] else config.replace(dwc=None)
-        sizes = [site[k] for k in ("heads", "head_dim", "value_dim")]
-        new[site["ttt"]] = TTTWeights(site_config, *sizes, layout, site["axes"], **options)
+        heads, head_dim, value_dim, axes = (site[k] for k in ("heads", "head_dim", "value_dim", "axes"))
+        new[site["ttt"]] = TTTWeights(site_config, heads, head_dim, value_dim, layout, axes, **options)
         specs.append(SiteSpec(site["index"], site["ttt"], site["self_attention"], site_config))
     conversion = Conversion(stored["name"], tuple(specs), stored["attention_calls"])
     for call in stored["calls"]:

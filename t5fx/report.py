@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from .config import TTTConfig
 from .site import Site
@@ -66,60 +67,49 @@ class Report:
             "totals": self.totals(),
         }
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
+        """One row a site; reasons and notes are numbered and said once, below."""
         title = f"{self.model}: {len(self.sites)} attention sites, "
         title += f"{len(self.selected)} converted" if self.converted else f"{len(self.convertible)} convertible"
-        table = Table(title=title, title_justify="left", row_styles=["", "dim"])
-        table.add_column("site", overflow="fold")
-        table.add_column("kind")
-        table.add_column("tokens", justify="right")
-        table.add_column("layout", overflow="fold")
-        table.add_column("heads x dim", justify="right")
-        table.add_column("mask")
-        table.add_column("softmax FLOPs", justify="right")
-        table.add_column("TTT FLOPs", justify="right")
-        table.add_column("break-even", justify="right")
-        table.add_column("converted" if self.converted else "convert", overflow="fold", max_width=60)
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="bold underline")
+        table.add_column("site", overflow="fold", min_width=13)  # the one column that gives way in a narrow terminal
+        table.add_column("TTT", no_wrap=True)
+        table.add_column("kind", no_wrap=True)
+        table.add_column("tokens", justify="right", no_wrap=True)
+        table.add_column("layout", no_wrap=True)
+        for name in ("heads\nx dim", "mask", "softmax\nFLOPs", "TTT\nFLOPs", "break\neven"):
+            table.add_column(name, justify="left" if name == "mask" else "right", no_wrap=True)
+        remarks: dict[str, int] = {}
         for s in self.sites:
-            tokens = str(s.keys) if s.queries == s.keys else f"{s.queries} from {s.keys}"
+            tokens = str(s.keys) if s.queries == s.keys else f"{s.queries}<{s.keys}"
+            sizes = f"{s.heads}x{s.head_dim}"
+            flops = (count(s.softmax_flops), count(s.ttt_flops))
             layout = str(s.layout) if s.layout else "?"
-            if s.layout_from == "assumed square":
-                layout += " (assumed)"
-            table.add_row(
-                s.name,
-                s.kind,
-                tokens,
-                layout,
-                f"{s.heads} x {s.head_dim}",
-                s.mask,
-                count(s.softmax_flops),
-                count(s.ttt_flops),
-                str(s.break_even_tokens),
-                self._verdict(s),
-            )
-        return table
+            verdict = self._verdict(s, remarks)
+            table.add_row(s.name, verdict, s.kind, tokens, layout, sizes, s.mask, *flops, str(s.break_even_tokens))
+        lines = [Text(f"[{number}] {text}", style="dim") for text, number in remarks.items()]
+        return Group(table, *lines)
 
-    def _verdict(self, site: Site) -> str:
+    def _verdict(self, site: Site, remarks: dict[str, int]) -> Text:
+        said = [str(site.refusal)] if site.refusal is not None else list(site.notes)
+        if site.layout_from == "assumed square" and site.convertible:
+            said.append("nothing says how the tokens lie, so they are assumed to be a square grid: check, or pass layout=")
+        marks = "".join(f" [{remarks.setdefault(text, len(remarks) + 1)}]" for text in said)
         if site.refusal is not None:
-            return f"[yellow]refused:[/yellow] {escape(str(site.refusal))}"
-        notes = f" ({escape('; '.join(site.notes))})" if site.notes else ""
-        if self.converted:
-            return ("[green]yes[/green]" if site.selected else "not selected") + notes
-        return "[green]yes[/green]" + notes
+            return Text("no" + marks, style="yellow")
+        if self.converted and not site.selected:
+            return Text("left" + marks)
+        return Text("yes" + marks, style="green")
 
     def __str__(self) -> str:
         buffer = io.StringIO()
-        Console(file=buffer, width=160, color_system=None).print(self)
+        Console(file=buffer, width=120, color_system=None).print(self)
         return buffer.getvalue().rstrip()
 
 
-def escape(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
 def count(number: float) -> str:
-    """1234567 -> 1.23 M."""
+    """1234567 -> 1.23M."""
     for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
-            return f"{number / factor:.3g} {unit}"
+            return f"{number / factor:.3g}{unit}"
     return f"{number:.0f}"
