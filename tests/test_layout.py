@@ -38,9 +38,9 @@ class Net(nn.Module):
 
     def tokens(self, image):
         x = self.embed(image).flatten(2).transpose(1, 2)
-        parts = [self.first.expand(len(x), -1, -1), x]
+        parts = [self.first.expand(x.shape[0], -1, -1), x]
         if self.registers is not None:
-            parts.append(self.registers.expand(len(x), -1, -1))
+            parts.append(self.registers.expand(x.shape[0], -1, -1))
         return torch.cat(parts, 1)
 
     def forward(self, image):
