@@ -38,7 +38,7 @@ class Match:
 
 
 def mask_kind(call: AttentionCall) -> str:
-    """"none", "causal", "float", "key padding" (boolean, the same for every head and query) or "boolean"."""
+    """ "none", "causal", "float", "key padding" (boolean, the same for every head and query) or "boolean"."""
     if call.is_causal:
         return "causal"
     mask = call.attn_mask
@@ -89,9 +89,13 @@ def match(call: AttentionCall) -> Match | Refusal:
     if kind == "causal":
         return Refusal("causal", "causal attention: each query sees other keys; one inner model can't serve them all")
     if kind == "float":
-        return Refusal("float-mask", "a float mask or position bias is added to the scores; TTT has no scores to add it to")
+        return Refusal(
+            "float-mask", "a float mask or position bias is added to the scores; TTT has no scores to add it to"
+        )
     if kind == "boolean":
-        return Refusal("query-mask", "a boolean mask that differs between queries or heads; only key padding is supported")
+        return Refusal(
+            "query-mask", "a boolean mask that differs between queries or heads; only key padding is supported"
+        )
     heads, key_heads = query.shape[1], key.shape[1]
     if heads % key_heads or value.shape[1] != key_heads or (heads != key_heads and not call.enable_gqa):
         return Refusal("heads", f"{heads} query heads do not share {key_heads} key and {value.shape[1]} value heads")

@@ -12,7 +12,8 @@ from torch import nn
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
 from .capture.inputs import normalize
-from .capture.install import Conversion, SiteSpec, add_entry, install, is_linearized, rewrite_owner, uninstall
+from .capture.install import install, is_linearized, uninstall
+from .capture.owner import Conversion, SiteSpec, add_entry, rewrite_owner
 from .config import T5, TTTConfig
 from .errors import ConfigError, T5fxError
 from .grid import GridRecorder, GridState
@@ -118,8 +119,8 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
     rules = [p.rule for p in chosen if p.rule is not None and plan.config.dwc is not None]
     sources = {recorder_key(r.source): r.source for r in rules if r.source is not None}
     names = {planned.site.name for planned in chosen}
-    sites = tuple(p.site.replace(selected=p.site.name in names) for p in plan.sites)
-    report = Report(type(model).__name__, sites, plan.config, converted=True, how=plan.how)
+    described = tuple(p.site.replace(selected=p.site.name in names) for p in plan.sites)
+    report = Report(type(model).__name__, described, plan.config, converted=True, how=plan.how)
     owners = {owner: list(c.sites) for owner, c in conversions.items()}
     record = Record(plan.config, report, owners, list(sources.values()))
     try:
@@ -136,7 +137,9 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
         raise
 
 
-def _new_weights(model: nn.Module, parent: nn.Module, planned: PlannedSite, config: TTTConfig, state: GridState) -> TTTWeights:
+def _new_weights(
+    model: nn.Module, parent: nn.Module, planned: PlannedSite, config: TTTConfig, state: GridState
+) -> TTTWeights:
     """The site's new parameters, with the device and dtype of its owner's (else its model's) parameters."""
     site, rule = planned.site, planned.rule
     like = next((p for m in (parent, model) for p in m.parameters() if p.is_floating_point()), None)
@@ -160,7 +163,7 @@ def _free_name(parent: nn.Module, taken: Sequence[str]) -> str:
 def add_recorders(modules: dict[str, nn.Module], sources: Sequence[GridSource], state: GridState) -> None:
     """Hook the modules that tell the token grid."""
     for source in sources:
-        recorder = GridRecorder(state, source_name(source), source.leaf, source.dims)
+        recorder = GridRecorder(state, source_name(source), source.leaf, source.dims, source.side == "input")
         module = modules[source.module]
         if source.side == "output":
             module.register_forward_hook(recorder)

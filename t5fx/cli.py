@@ -45,7 +45,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Build a model without weights (on the meta device: nothing is downloaded or computed) and list "
         "its attention sites.",
     )
-    look.add_argument("model", help="timm/NAME, diffusers/CLASS or transformers/CLASS, such as timm/vit_base_patch16_224")
+    look.add_argument(
+        "model", help="timm/NAME, diffusers/CLASS or transformers/CLASS, such as timm/vit_base_patch16_224"
+    )
     look.add_argument("--size", type=_size, help="image (or latent) size: 518, or 518x784 (height x width)")
     look.add_argument("--config", type=Path, help="config.json of a diffusers or transformers model")
     look.add_argument("--preset", choices=PRESETS, default="T5", help="what the sites would become")

@@ -107,9 +107,7 @@ class TTTConfig:
         if isinstance(stored, Mapping):
             written = stored.get("custom")
             if not isinstance(written, str):
-                raise RecipeError(
-                    f'a recipe\'s inner model is a name or {{"custom": "module:Class"}}: got {stored!r}'
-                )
+                raise RecipeError(f'a recipe\'s inner model is a name or {{"custom": "module:Class"}}: got {stored!r}')
             if inner is None:
                 raise RecipeError(
                     f"the recipe uses the custom inner model {written}, which can't be rebuilt from its "
@@ -117,9 +115,7 @@ class TTTConfig:
                 )
             # The module may differ: a class moves from __main__ or a notebook into a package.
             if written.split(":")[-1] != type(inner).__qualname__:
-                raise RecipeError(
-                    f"the recipe uses the inner model {written}, but inner= is a {class_name(inner)}"
-                )
+                raise RecipeError(f"the recipe uses the inner model {written}, but inner= is a {class_name(inner)}")
             values["inner"] = inner
         elif inner is not None:
             raise RecipeError(f"the recipe uses the built-in inner model {stored!r}: leave inner= away")

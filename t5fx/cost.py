@@ -154,12 +154,8 @@ def site_cost(
     sizes = Sizes(batch, heads, head_dim, value_dim, config.hidden(head_dim))
     numbers = (batch, heads, queries, keys, head_dim, value_dim, sizes.hidden, grid_tokens, element_size)
     measured = None if config.inner_name in INNER else sizes
-    softmax, ttt, softmax_moved, ttt_moved = (
-        int(f(*numbers)) for f in _functions(config, grid_axes, measured)
-    )
-    even = break_even(
-        config, head_dim=head_dim, value_dim=value_dim, batch=batch, heads=heads, grid_axes=grid_axes
-    )
+    softmax, ttt, softmax_moved, ttt_moved = (int(f(*numbers)) for f in _functions(config, grid_axes, measured))
+    even = break_even(config, head_dim=head_dim, value_dim=value_dim, batch=batch, heads=heads, grid_axes=grid_axes)
     return SiteCost(softmax, ttt, softmax_moved, ttt_moved, even.tokens)
 
 

@@ -89,14 +89,12 @@ def _checkpoint_frame() -> Any:
 class GridRecorder:
     """A forward hook (or forward pre-hook) that notes the sizes of some axes of a tensor."""
 
-    def __init__(self, state: GridState, source: str, leaf: int, dims: Sequence[int]) -> None:
-        self.state, self.source, self.leaf, self.dims = state, source, leaf, tuple(dims)
+    def __init__(self, state: GridState, source: str, leaf: int, dims: Sequence[int], before: bool) -> None:
+        self.state, self.source, self.leaf, self.dims, self.before = state, source, leaf, tuple(dims), before
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if rest and not isinstance(rest[-1], dict):
-            tree = rest[-1]  # a forward hook: (module, args, output)
-        else:
-            tree = (args, rest[-1] if rest else {})  # a pre-hook with keywords: (module, args, kwargs)
+        # A forward hook gets (module, args, output), a pre-hook with keywords (module, args, kwargs).
+        tree = (args, rest[-1]) if self.before else rest[-1]
         if not isinstance(tree, Tensor):
             tree = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)][self.leaf]
         self.state.record(self.source, tuple(tree.shape[d] for d in self.dims))
@@ -183,9 +181,15 @@ def grid(model: nn.Module, sizes: Sequence[int]) -> Iterator[None]:
     Raises:
         LayoutError: ``model`` holds no converted site with a grid.
     """
-    states = {id(s): s for m in model.modules() if isinstance(s := getattr(getattr(m, "layout", None), "state", None), GridState)}
+    states = {
+        id(s): s
+        for m in model.modules()
+        if isinstance(s := getattr(getattr(m, "layout", None), "state", None), GridState)
+    }
     if not states:
-        raise LayoutError(f"{type(model).__name__} holds no linearized site with a token grid: call t5fx.linearize first")
+        raise LayoutError(
+            f"{type(model).__name__} holds no linearized site with a token grid: call t5fx.linearize first"
+        )
     before = {key: state.override for key, state in states.items()}
     for state in states.values():
         state.override = tuple(int(size) for size in sizes)

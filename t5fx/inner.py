@@ -331,8 +331,7 @@ def _try(inner: InnerModel, what: str) -> tuple[str, ...]:
     one = inner.apply({name: weight[0] for name, weight in weights.items()}, key[0, 0])
     if not isinstance(one, Tensor) or one.shape != (tokens, dim):
         raise ConfigError(
-            f"{what}: apply must map [N, head_dim] to [N, value_dim], here to {(tokens, dim)}: got "
-            f"{_describe(one)}"
+            f"{what}: apply must map [N, head_dim] to [N, value_dim], here to {(tokens, dim)}: got {_describe(one)}"
         )
     fast = functional_step(inner, weights, key, key, loss="mse", scale=1.0, lr=1.0)
     functional_apply(inner, fast, key)

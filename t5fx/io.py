@@ -20,17 +20,8 @@ from torch import fx, nn
 from .api import Record, _undo, add_recorders, record_of
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
-from .capture.install import (
-    Conversion,
-    SiteSpec,
-    TensorSpec,
-    add_entry,
-    base_class,
-    install,
-    is_linearized,
-    materialize,
-    warm,
-)
+from .capture.install import install, is_linearized, warm
+from .capture.owner import Conversion, SiteSpec, TensorSpec, add_entry, base_class, materialize
 from .config import TTTConfig
 from .errors import RecipeError, T5fxError
 from .grid import GridState, SiteLayout
@@ -88,9 +79,13 @@ def load(model: Model, folder: str | Path, *, inner: InnerModel | None = None) -
     folder = Path(folder)
     recipe = _read(folder)
     if any(map(is_linearized, model.modules())):
-        raise RecipeError("load takes the base model, freshly built; this one is linearized already (t5fx.revert(model))")
+        raise RecipeError(
+            "load takes the base model, freshly built; this one is linearized already (t5fx.revert(model))"
+        )
     if (empty := _on_meta(model)) is not None:
-        raise RecipeError(f"{empty!r} is on the meta device and can't take weights: call model.to_empty(device=...) first")
+        raise RecipeError(
+            f"{empty!r} is on the meta device and can't take weights: call model.to_empty(device=...) first"
+        )
     try:
         model.__dict__["_t5fx"] = _apply(model, folder, recipe, inner)
     except BaseException as error:
@@ -115,7 +110,10 @@ def _apply(model: nn.Module, folder: Path, recipe: Mapping[str, Any], inner: Inn
     _compare(fingerprint(model), recipe["base"])
     modules = dict(model.named_modules())
     sources = [GridSource(**{**s, "dims": tuple(s["dims"])}) for s in recipe["sources"]]
-    for kind, name in [*(("owner", o["name"]) for o in recipe["owners"]), *(("grid source", s.module) for s in sources)]:
+    for kind, name in [
+        *(("owner", o["name"]) for o in recipe["owners"]),
+        *(("grid source", s.module) for s in sources),
+    ]:
         if name not in modules:
             raise RecipeError(f"the recipe names the {kind} {name!r}; this model has no module of that name")
     with safe_open(folder / WEIGHTS, "pt") as file:
@@ -279,7 +277,11 @@ def _install_owner(
 def _encode(tree: Any) -> Any:
     """A call's arguments as JSON, or None where something can't be written."""
     if isinstance(tree, TensorSpec):
-        return {"tensor": list(tree.shape), "strides": list(tree.strides), "dtype": str(tree.dtype).removeprefix("torch.")}
+        return {
+            "tensor": list(tree.shape),
+            "strides": list(tree.strides),
+            "dtype": str(tree.dtype).removeprefix("torch."),
+        }
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return {"value": tree}
     if type(tree) in (tuple, list):

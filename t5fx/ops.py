@@ -253,8 +253,7 @@ def _output_dtype(query: Tensor) -> torch.dtype:
 
 _SCHEMAS = {
     "key_norm(Tensor key, float eps, Tensor? mask=None) -> Tensor": key_norm,
-    "dwc(Tensor x, Tensor weight, Tensor? bias, SymInt prefix, SymInt[] grid, Tensor? mask=None) "
-    "-> Tensor": dwc,
+    "dwc(Tensor x, Tensor weight, Tensor? bias, SymInt prefix, SymInt[] grid, Tensor? mask=None) -> Tensor": dwc,
     "inner_step(Tensor key, Tensor value, Tensor[] weights, str inner, str loss, float scale, float lr, "
     "Tensor? mask=None) -> Tensor[]": inner_step,
     "inner_apply(Tensor query, Tensor[] weights, str inner) -> Tensor": inner_apply,

@@ -15,7 +15,8 @@ from torch import fx, nn
 from .blocks import assign_blocks
 from .capture.discover import Discovery, Seen, discover
 from .capture.dryrun import clear_fake_caches
-from .capture.install import calls_of, is_linearized, trace_owner
+from .capture.install import is_linearized
+from .capture.owner import calls_of, trace_owner
 from .capture.trace import Traced
 from .config import TTTConfig
 from .cost import site_cost

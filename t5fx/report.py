@@ -93,7 +93,9 @@ class Report:
     def _verdict(self, site: Site, remarks: dict[str, int]) -> Text:
         said = [str(site.refusal)] if site.refusal is not None else list(site.notes)
         if site.layout_from == "assumed square" and site.convertible:
-            said.append("nothing says how the tokens lie, so they are assumed to be a square grid: check, or pass layout=")
+            said.append(
+                "nothing says how the tokens lie, so they are assumed to be a square grid: check, or pass layout="
+            )
         marks = "".join(f" [{remarks.setdefault(text, len(remarks) + 1)}]" for text in said)
         if site.refusal is not None:
             return Text("no" + marks, style="yellow")

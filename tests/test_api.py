@@ -279,8 +279,12 @@ def test_own_inner_model():
     out = net(image)
     out.square().sum().backward()
     assert net.blocks[0].ttt.first.grad.any()
-    torch.testing.assert_close(torch.compile(net, backend="aot_eager", fullgraph=True)(image), out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        torch.compile(net, backend="aot_eager", fullgraph=True)(image), out, rtol=1e-4, atol=1e-5
+    )
     x = net.tokens(image)
     query, key, value = net.blocks[0].qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-    by_hand = t5fx.ops.ttt_attention(query, key, value, dict(net.blocks[0].ttt.named_parameters()), config, prefix=1, grid=[4, 6])
+    by_hand = t5fx.ops.ttt_attention(
+        query, key, value, dict(net.blocks[0].ttt.named_parameters()), config, prefix=1, grid=[4, 6]
+    )
     torch.testing.assert_close(net.blocks[0](x), x + by_hand.transpose(1, 2).flatten(2))

@@ -34,10 +34,7 @@ class Factored:
 
     def init(self, heads, head_dim, value_dim, hidden, *, std, device=None, dtype=None, generator=None):
         shapes = {"a": (heads, head_dim, hidden), "b": (heads, hidden, value_dim)}
-        return {
-            n: torch.randn(s, device=device, dtype=dtype, generator=generator) * std
-            for n, s in shapes.items()
-        }
+        return {n: torch.randn(s, device=device, dtype=dtype, generator=generator) * std for n, s in shapes.items()}
 
     def apply(self, weights, x):
         return x @ torch.tanh(weights["a"] @ weights["b"])
@@ -95,9 +92,7 @@ def test_flops_agree_with_the_counter(config):
             batch=batch, heads=heads, queries=queries, keys=keys, head_dim=head_dim, value_dim=value_dim,
             config=config, grid_tokens=torch.Size(grid).numel(), grid_axes=len(grid),
         )  # fmt: skip
-        assert cost.ttt_flops == count_ttt(
-            config, batch, heads, queries, keys, head_dim, value_dim, grid, prefix
-        )
+        assert cost.ttt_flops == count_ttt(config, batch, heads, queries, keys, head_dim, value_dim, grid, prefix)
         q, k, v = (
             torch.empty(batch, heads, n, d, device="meta")
             for n, d in ((queries, head_dim), (keys, head_dim), (keys, value_dim))
@@ -111,9 +106,7 @@ def test_softmax_flops_agree_with_what_the_counter_takes_fused_kernels_for():
     assert softmax_flops().subs(sizes) == sdpa_flop_count((2, 3, 50, 16), (2, 3, 70, 16), (2, 3, 70, 24))
 
 
-@pytest.mark.parametrize(
-    "config", [T5, DIT5_TTT, TTTConfig(inner=Factored(), dwc=None)], ids=["t5", "dit5", "custom"]
-)
+@pytest.mark.parametrize("config", [T5, DIT5_TTT, TTTConfig(inner=Factored(), dwc=None)], ids=["t5", "dit5", "custom"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (64, 64), (72, 24)])
 def test_break_even_is_where_the_costs_cross(config, head_dim, value_dim):
     def flops(tokens):
@@ -157,9 +150,7 @@ def test_bytes_by_hand():
     assert cost.softmax_bytes == 4 * moved
     assert cost.ttt_bytes == 4 * (moved + parameters)
     custom = TTTConfig(inner=Factored(), dwc=None)
-    cost = site_cost(
-        batch=2, heads=3, queries=10, keys=20, head_dim=4, value_dim=6, config=custom, grid_tokens=0
-    )
+    cost = site_cost(batch=2, heads=3, queries=10, keys=20, head_dim=4, value_dim=6, config=custom, grid_tokens=0)
     assert cost.ttt_bytes == 2 * (moved + 3 * (4 * 4 + 4 * 6))
 
 
@@ -185,9 +176,7 @@ def test_a_table_of_sites_is_cheap():
 
     def table():
         return [
-            site_cost(
-                batch=1, heads=6, queries=n, keys=n, head_dim=64, value_dim=64, config=T5, grid_tokens=n
-            )
+            site_cost(batch=1, heads=6, queries=n, keys=n, head_dim=64, value_dim=64, config=T5, grid_tokens=n)
             for n in range(100, 160)
         ]
 

@@ -65,4 +65,6 @@ def test_golden(name, given):
     torch.testing.assert_close(x.grad, golden["grad.x"], rtol=0, atol=1e-10)
     for mine, theirs in official.items():
         expected = golden[f"grad.{theirs}"].reshape(parameters[mine].shape)
-        torch.testing.assert_close(parameters[mine].grad, expected, rtol=0, atol=1e-10, msg=lambda m, n=mine: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameters[mine].grad, expected, rtol=0, atol=1e-10, msg=lambda m, n=mine: f"{n}: {m}"
+        )

@@ -34,9 +34,7 @@ def test_official_numbers(name):
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         told = {key: json.loads(text) for key, text in file.metadata().items()}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    params = {
-        k.removeprefix("param."): v.requires_grad_() for k, v in tensors.items() if k.startswith("param.")
-    }
+    params = {k.removeprefix("param."): v.requires_grad_() for k, v in tensors.items() if k.startswith("param.")}
     x = tensors["x"].requires_grad_()
     config = TTTConfig(
         inner=told["inner"],
@@ -51,6 +49,4 @@ def test_official_numbers(name):
     names = ["x", *params]
     assert sorted(f"grad.{n}" for n in names) == sorted(k for k in tensors if k.startswith("grad."))
     for n, gradient in zip(names, gradients, strict=True):
-        torch.testing.assert_close(
-            gradient, tensors[f"grad.{n}"], rtol=0, atol=1e-10, msg=lambda m, n=n: f"{n}: {m}"
-        )
+        torch.testing.assert_close(gradient, tensors[f"grad.{n}"], rtol=0, atol=1e-10, msg=lambda m, n=n: f"{n}: {m}")

@@ -26,9 +26,7 @@ class Gated:
     def init(self, heads, head_dim, value_dim, hidden, *, std, device=None, dtype=None, generator=None):
         shapes = {"a": (heads, head_dim, hidden), "bias": (heads, hidden), "b": (heads, hidden, value_dim)}
         return {
-            name: nn.init.trunc_normal_(
-                torch.empty(s, device=device, dtype=dtype), std=std, generator=generator
-            )
+            name: nn.init.trunc_normal_(torch.empty(s, device=device, dtype=dtype), std=std, generator=generator)
             for name, s in shapes.items()
         }
 

@@ -110,7 +110,9 @@ def test_called_past_forward():
         net.blocks[0](tokens[:, :10])
     short = tokens[:, :9]
     with t5fx.grid(net, (2, 4)):
-        torch.testing.assert_close(net.blocks[0](short), by_hand(net.blocks[0], short, 1, [2, 4]), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            net.blocks[0](short), by_hand(net.blocks[0], short, 1, [2, 4]), rtol=1e-10, atol=1e-10
+        )
     with pytest.raises(LayoutError):
         net.blocks[0](short)
 

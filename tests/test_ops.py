@@ -21,9 +21,7 @@ class Gated:
     def init(self, heads, head_dim, value_dim, hidden, *, std, device=None, dtype=None, generator=None):
         shapes = {"a": (heads, head_dim, value_dim), "bias": (heads, value_dim)}
         return {
-            name: nn.init.trunc_normal_(
-                torch.empty(s, device=device, dtype=dtype), std=std, generator=generator
-            )
+            name: nn.init.trunc_normal_(torch.empty(s, device=device, dtype=dtype), std=std, generator=generator)
             for name, s in shapes.items()
         }
 
@@ -33,9 +31,7 @@ class Gated:
 
 GATED = Gated()
 SITES = [(inner, loss) for inner in ("swiglu", "mlp", GATED) for loss in ("dot", "mse")]
-each_site = pytest.mark.parametrize(
-    ("inner", "loss"), SITES, ids=lambda s: s if isinstance(s, str) else "custom"
-)
+each_site = pytest.mark.parametrize(("inner", "loss"), SITES, ids=lambda s: s if isinstance(s, str) else "custom")
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
@@ -46,9 +42,7 @@ def make_params(config, *, heads=H, dim=D, axes=2, dtype=torch.float64):
     """Random parameters of a site, large enough that every one of them matters."""
     generator = torch.Generator().manual_seed(5)
     hidden = config.hidden(dim)
-    params = resolve(config.inner).init(
-        heads, dim, dim, hidden, std=0.4, dtype=torch.float64, generator=generator
-    )
+    params = resolve(config.inner).init(heads, dim, dim, hidden, std=0.4, dtype=torch.float64, generator=generator)
     if config.dwc is not None:
         for seed, name in enumerate(("dwc_q", "dwc_k")):
             params[f"{name}.weight"] = 0.2 * randn(heads * dim, 1, *[config.dwc] * axes, seed=seed)
@@ -120,9 +114,7 @@ def test_key_norm_standardises_over_the_tokens():
     torch.testing.assert_close(op.key_norm(key, 1.0), by_hand)
 
 
-@pytest.mark.parametrize(
-    ("grid", "convolution"), [((3, 4), F.conv2d), ((2, 3, 2), F.conv3d), ((12,), F.conv1d)]
-)
+@pytest.mark.parametrize(("grid", "convolution"), [((3, 4), F.conv2d), ((2, 3, 2), F.conv3d), ((12,), F.conv1d)])
 @pytest.mark.parametrize("side", [3, 5])
 def test_dwc_moves_the_grid_tokens_and_passes_the_others(grid, convolution, side):
     prefix, suffix = 2, 3
@@ -211,9 +203,7 @@ def test_half_precision_is_close_to_double(dtype, inner, loss):
     assert output.dtype == dtype
     exact = ttt_attention(*qkv.double(), {n: p.double() for n, p in params.items()}, config, grid=(8, 8))
     assert (output.double() - exact).norm() < 1e-2 * exact.norm()
-    fast = op.inner_step(
-        qkv[1], qkv[2], [params[n] for n in weight_names(inner)], config.inner_name, loss, 1.0, 1.0
-    )
+    fast = op.inner_step(qkv[1], qkv[2], [params[n] for n in weight_names(inner)], config.inner_name, loss, 1.0, 1.0)
     assert {f.dtype for f in fast} == {torch.float32}
 
 
@@ -325,9 +315,7 @@ class Site(nn.Module):
             self.register_parameter(name.replace(".", "_"), nn.Parameter(param.detach()))
 
     def forward(self, qkv):
-        params = {
-            n.replace("_weight", ".weight").replace("_bias", ".bias"): p for n, p in self.named_parameters()
-        }
+        params = {n.replace("_weight", ".weight").replace("_bias", ".bias"): p for n, p in self.named_parameters()}
         query, key, value = qkv.unbind(0)
         return ttt_attention(query, key, value, params, self.config, grid=(query.shape[2] // 4, 4))
 
@@ -356,9 +344,7 @@ def test_meta_tensors_have_the_shapes_and_dtypes_of_real_ones(inner, loss):
     config = TTTConfig(inner=inner, loss=loss)
     params, qkv = make_params(config, dtype=torch.bfloat16), randn(3, B, H, 13, D, dtype=torch.bfloat16)
     real = ttt_attention(*qkv, params, config, prefix=1, grid=(3, 4))
-    meta = ttt_attention(
-        *qkv.to("meta"), {n: p.to("meta") for n, p in params.items()}, config, prefix=1, grid=(3, 4)
-    )
+    meta = ttt_attention(*qkv.to("meta"), {n: p.to("meta") for n, p in params.items()}, config, prefix=1, grid=(3, 4))
     assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
 
 

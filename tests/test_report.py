@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from toys import ViT, assert_same_state, images, state, vit
 from torch import nn
+from toys import ViT, assert_same_state, images, state, vit
 from zoo import build
 
 import t5fx

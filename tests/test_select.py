@@ -161,7 +161,7 @@ def test_a_block_is_the_nearest_repeated_list_element():
 
 def test_stages_of_blocks_are_not_blocks():
     owners = [f"stages.{s}.blocks.{b}.attn" for s in range(2) for b in range(2)]
-    classes = {o: "Attention" for o in owners} | {o[:-5]: "Block" for o in owners}
+    classes = dict.fromkeys(owners, "Attention") | {o[:-5]: "Block" for o in owners}
     classes |= {"stages.0": "Stage", "stages.1": "Stage"}
     assert [g[0] for g in grouped(classes, *owners)] == [o[:-5] for o in owners]
 

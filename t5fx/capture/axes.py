@@ -35,6 +35,8 @@ class Atom:
     parts: tuple[tuple[Atom, ...], ...] = ()  # not empty: joined from these axes by torch.cat
     parent: Atom | None = None  # not None: one factor of a split atom
     siblings: tuple[Atom, ...] = field(default=(), repr=False)
+    whole: tuple[Atom, ...] = ()  # not empty: a slice of this axis,
+    start: int = 0  # from here on
 
     def rank(self) -> int:
         return max((atom.rank() for part in self.parts for atom in part), default=self.origin)
@@ -50,6 +52,10 @@ class Atom:
 
 
 Axis = tuple[Atom, ...]
+
+
+def _slice_of(axis: Axis) -> Axis:
+    return axis[0].whole if len(axis) == 1 else ()
 
 
 def size_of(axis: Iterable[Atom]) -> int:
@@ -97,6 +103,17 @@ class Algebra:
                 parts.extend(axis[0].parts)
             elif size_of(axis):
                 parts.append(axis)
+        place = 0
+        while place + 1 < len(parts):  # slices that follow each other are one slice, or the whole axis again
+            left, right = parts[place], parts[place + 1]
+            if (
+                _slice_of(left)
+                and _slice_of(left) == _slice_of(right)
+                and left[0].start + left[0].size == right[0].start
+            ):
+                parts[place : place + 2] = [self.cut(left[0].whole, left[0].start, left[0].size + right[0].size)]
+            else:
+                place += 1
         if len(parts) == 1:
             return parts[0]
         key = ("join", *(tuple(map(id, part)) for part in parts))
@@ -121,7 +138,10 @@ class Algebra:
         key = ("cut", *map(id, axis), start, length, step)
         if key not in self._memo:
             self._keep.extend(axis)
-            self._memo[key] = self.new(length, min(rank_of(axis), OTHER), "cut")
+            cut = self.new(length, min(rank_of(axis), OTHER), "cut")
+            if step == 1:
+                cut[0].whole, cut[0].start = axis, start
+            self._memo[key] = cut
         return self._memo[key]  # type: ignore[return-value]
 
     def regroup(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:

@@ -220,9 +220,11 @@ def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensor
 def describe(tree: Any) -> str:
     """Inputs in short, for a message: shapes and dtypes instead of numbers."""
     args, kwargs = tree
+
     def one(x: Any) -> str:
         if isinstance(x, Tensor):
             return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
         return repr(x)[:60]
+
     parts = [one(a) for a in args] + [f"{k}={one(v)}" for k, v in kwargs.items()]
     return "(" + ", ".join(parts) + ")"

@@ -51,7 +51,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
                     state[key] = value
             for key, content in contents.items():
                 value = before[key]
-                if isinstance(value, dict) and (list(value) != list(content) or any(value[k] is not v for k, v in content.items())):
+                if isinstance(value, dict) and (
+                    list(value) != list(content) or any(value[k] is not v for k, v in content.items())
+                ):
                     value.clear()
                     value.update(content)
                 elif isinstance(value, list) and [*map(id, value)] != [*map(id, content)]:

@@ -37,7 +37,8 @@ def normalize(model: nn.Module, example_inputs: Any) -> Call:
     if hasattr(example_inputs, "keys"):  # BatchFeature and the like
         return (), {key: example_inputs[key] for key in example_inputs.keys()}  # noqa: SIM118
     raise InputError(
-        f"example_inputs is a {type(example_inputs).__name__}; pass a tensor, a tuple, a dict of keywords or (args, kwargs)"
+        f"example_inputs is a {type(example_inputs).__name__}; pass a tensor, a tuple, a dict of keywords or "
+        "(args, kwargs)"
     )
 
 
@@ -135,7 +136,9 @@ def _diffusers(model: Any, hw: tuple[int, int] | None) -> dict[str, Any]:
             if "sample" in parameters and "encoder_hidden_states" not in parameters:
                 continue  # an autoencoder has no time
             kwargs[name] = torch.ones(1, device=place["device"])
-        elif name == "class_labels" and _first(config, "num_embeds_ada_norm") and not _first(config, "caption_channels"):
+        elif (
+            name == "class_labels" and _first(config, "num_embeds_ada_norm") and not _first(config, "caption_channels")
+        ):
             kwargs[name] = torch.zeros(1, dtype=torch.long, device=place["device"])
         elif name == "encoder_hidden_states" and text_width:
             kwargs[name] = torch.zeros(1, text_length, text_width, **place)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,9 +190,11 @@ class AxisTracker(TorchDispatchMode):
         """Convolution, pooling, resizing: positions stay where the size stays; else there is a new, coarser grid."""
         if first.dim() != result.dim():
             return self.algebra.fresh(result.shape)
-        out = [axes[0], self.algebra.new(result.shape[1], OTHER)]
+        out = [axes[0], self.algebra.new(result.shape[1], PARAM if all(rank_of(a) == PARAM for a in axes) else OTHER)]
         for axis, old, new in zip(axes[2:], first.shape[2:], result.shape[2:], strict=True):
-            out.append(axis if old == new else self.algebra.new(new, PARAM if rank_of(axis) == PARAM else SPATIAL, "grid"))
+            out.append(
+                axis if old == new else self.algebra.new(new, PARAM if rank_of(axis) == PARAM else SPATIAL, "grid")
+            )
         return out
 
     def _cat(self, args, result: Tensor) -> list[Axis]:
