@@ -1,18 +1,25 @@
 """One form for every attention call.
 
-Later passes see only :class:`AttentionCall`: the operands of ``scaled_dot_product_attention`` bound by name,
-whatever way the call was written.  This file knows the spellings of that function (the public one, the builtin
-behind it, the ATen operator an exported program holds); :mod:`t5fx.passes.match` decides what may be converted.
+Later passes see only :class:`AttentionCall`: the operands of ``scaled_dot_product_attention`` bound by name, whatever
+way the call was written.  :func:`occurrences` lists the attention of a graph in order of execution;
+:func:`canonicalize` turns one of them into an SDPA node and checks on random numbers that nothing has changed.  The
+spellings of SDPA itself (the public function, the builtin behind it, the ATen operator of an exported program) are
+known here; written-out attention is in :mod:`t5fx.passes.written`, ``nn.MultiheadAttention`` in
+:mod:`t5fx.passes.mha`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx, nn
+
+from .written import Obstacle, Recognizer, Written, replace
 
 SDPA_FUNCTIONS = {
     F.scaled_dot_product_attention,
@@ -45,6 +52,109 @@ def bind(args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
     return AttentionCall(**bound)
 
 
-def attention_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The SDPA nodes of ``graph`` in order of execution."""
-    return [n for n in graph.nodes if n.op == "call_function" and n.target in SDPA_FUNCTIONS]
+def occurrences(graph: fx.Graph, values: dict[fx.Node, Any], modules: Callable[[str], nn.Module]) -> list[fx.Node]:
+    """SDPA nodes and the softmaxes of written-out attention, in order of execution."""
+    softmaxes = set(Recognizer(graph, values, modules).softmaxes())
+    return [n for n in graph.nodes if n in softmaxes or (n.op == "call_function" and n.target in SDPA_FUNCTIONS)]
+
+
+def canonicalize(
+    graph: fx.Graph, node: fx.Node, values: dict[fx.Node, Any], modules: Callable[[str], nn.Module], mode: Any
+) -> fx.Node:
+    """Turn one of the :func:`occurrences` into an SDPA node (if it is none yet) and return that.
+
+    Raises:
+        Obstacle: it is not attention of a form that is known, or the two forms do not compute the same.
+    """
+    if node.op == "call_function" and node.target in SDPA_FUNCTIONS:
+        return node
+    written = Recognizer(graph, values, modules).around(node)
+
+    def emit(target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with graph.inserting_before(written.out):
+            new = graph.create_node(kind, target, args, kwargs)
+        real_args, real_kwargs = fx.node.map_arg((args, kwargs), lambda n: values[n])
+        with mode, torch.no_grad():
+            values[new] = _call(new, real_args, real_kwargs)
+        return new
+
+    _check(written, values, modules)
+    return replace(written, graph, emit, values)
+
+
+def _call(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Any = node.target
+    return target(*args, **kwargs)
+
+
+def _check(written: Written, values: dict[fx.Node, Any], modules: Callable[[str], nn.Module]) -> None:
+    """Run the written-out form on small random numbers, beside SDPA with what was recognised in it.
+
+    Raises:
+        Obstacle: they differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    known: dict[fx.Node, Any] = {}
+
+    def number(node: fx.Node, shape: list[int]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = (list(values[n].shape) for n in (written.query, written.key, written.value))
+    channels, tokens = (-2, -1) if written.key_transposed else (-1, -2)
+    lead = [min(n, 2) for n in query[:-2]]
+    n_query, n_key = min(query[-2], 5), min(key[tokens], 5)
+    known[written.query] = number(written.query, [*lead, n_query, query[-1]])
+    key_shape = [*lead, 0, 0]
+    key_shape[channels], key_shape[tokens] = key[channels], n_key
+    known[written.key] = number(written.key, key_shape)
+    known[written.value] = number(written.value, [*lead, n_key, value[-1]])
+    sizes = {query[-2]: n_query, key[tokens]: n_key}
+    total: Any = None
+    for kind, mask in written.masks:
+        shape = list(values[mask].shape)
+        small = [min(n, 2) for n in shape[:-2]] + [sizes.get(n, min(n, 5)) for n in shape[-2:]]
+        drawn = number(mask, small)
+        known[mask] = drawn if kind == "float" else drawn > 0.8 if kind == "hide" else drawn < 0.8
+        effect = drawn if kind == "float" else torch.zeros_like(drawn).masked_fill(
+            known[mask] if kind == "hide" else ~known[mask], -math.inf)  # fmt: skip
+        total = effect if total is None else total + effect
+    try:
+        out = _evaluate(written.out, known, values, modules)
+    except Exception as error:  # shapes that only fit the example: it can't be checked, so it is not trusted
+        raise Obstacle(f"the written-out form could not be checked ({type(error).__name__}: {error})") from error
+    transposed = known[written.key].transpose(-1, -2) if written.key_transposed else known[written.key]
+    wanted = F.scaled_dot_product_attention(
+        known[written.query], transposed, known[written.value], attn_mask=total, scale=written.scale
+    )
+    if out.shape != wanted.shape or not torch.allclose(out.double(), wanted, rtol=1e-4, atol=1e-5):
+        raise Obstacle("what was recognised as attention computes something else")
+
+
+def _evaluate(node: Any, known: dict[fx.Node, Any], values: dict[fx.Node, Any], modules: Callable) -> Any:
+    """The value of ``node`` from the known ones; plain numbers are the example's, dropout does nothing."""
+    if not isinstance(node, fx.Node):
+        return node
+    if node in known:
+        return known[node]
+    example = values.get(node)
+    if not isinstance(example, Tensor):
+        return torch.float64 if isinstance(example, torch.dtype) else example
+    name = Recognizer(node.graph, values, modules).name(node)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, known, values, modules))
+    if "dropout" in name or name in ("identity", "contiguous", "clone", "float", "half", "type_as", "bfloat16"):
+        result = args[0]
+    elif name in ("to", "type", "double"):
+        result = args[0].double()
+    elif name == "softmax":
+        result = torch.softmax(args[0], -1)
+    elif name == "baddbmm" and kwargs.get("beta", 1) == 0:
+        result = kwargs.get("alpha", 1) * (args[1] @ args[2])
+    elif node.op == "call_module":
+        raise Obstacle(f"{node.target} lies inside")
+    else:
+        result = _call(node, args, kwargs)
+    known[node] = result
+    return result

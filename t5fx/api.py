@@ -109,10 +109,10 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
             path = planned.site.owner.removeprefix(owner).lstrip(".")
             ttt = f"{path}.{name}" if path else name
             specs.append(SiteSpec(planned.site.index, ttt, planned.site.kind == "self", site_config))
-        conversions[owner] = Conversion(owner, tuple(specs), plan.attention_calls[owner])
+        conversions[owner] = Conversion(owner, tuple(specs), len(plan.calls[owner]))
         for args, kwargs, training, traced in plan.traces[owner]:
             if isinstance(modules[owner], torch.fx.GraphModule):
-                graphs[owner] = rewrite_owner(traced, conversions[owner])
+                graphs[owner] = rewrite_owner(traced, conversions[owner], modules[owner])
             else:
                 add_entry(modules[owner], conversions[owner], args, kwargs, training, traced)
     clear_fake_caches()

@@ -17,7 +17,11 @@ class InputError(T5fxError, ValueError):
 
 
 class CaptureError(T5fxError, RuntimeError):
-    """The forward of a module could not be captured as a graph."""
+    """The forward of a module could not be captured as a graph; ``code`` is that of the refusal it leads to."""
+
+    def __init__(self, message: str, code: str = "capture") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class LayoutError(T5fxError, ValueError):

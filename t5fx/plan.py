@@ -16,13 +16,13 @@ from .blocks import assign_blocks
 from .capture.discover import Discovery, Seen, discover
 from .capture.dryrun import clear_fake_caches
 from .capture.install import is_linearized
-from .capture.owner import calls_of, trace_owner
+from .capture.owner import attention_calls, trace_owner
 from .capture.trace import Traced
 from .config import TTTConfig
 from .cost import site_cost
 from .errors import CaptureError, T5fxError
 from .layout import Found, LayoutRule, UserLayout, find, kind_of
-from .passes.canonicalize import attention_nodes
+from .passes.canonicalize import AttentionCall, occurrences
 from .passes.match import Match, mask_kind, match
 from .site import Refusal, Site
 
@@ -34,11 +34,6 @@ _KIND_REFUSALS = {
     "channel": "attention over channels (XCA), not over tokens: its cost is linear already",
     "unknown": "queries and keys come through an operator that t5fx does not know, so it can't tell self- from "
     "cross-attention: pass layout= to say that they are the same tokens",
-}
-_FORM_REFUSALS = {
-    "mha": "torch.nn.MultiheadAttention computes attention inside one function, which is not opened yet",
-    "written": "attention written out as matmul, softmax, matmul is not rewritten yet: switch the model to "
-    "F.scaled_dot_product_attention (timm: fused_attn, transformers: attn_implementation='sdpa')",
 }
 
 
@@ -59,7 +54,7 @@ class Plan:
     config: TTTConfig
     sites: list[PlannedSite]
     traces: dict[str, list[tuple[tuple, dict[str, Any], bool, Traced]]] = field(default_factory=dict)
-    attention_calls: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, list[AttentionCall | Refusal]] = field(default_factory=dict)
     how: str = "dry run"
 
 
@@ -92,12 +87,14 @@ def make_plan(
     modules = dict(model.named_modules())
     plan = Plan(config, [], how=discovery.how)
     problems: dict[str, Refusal] = {}
-    for owner in dict.fromkeys(seen.owner for seen in discovery.seen if seen.form == "sdpa"):
+    for owner in dict.fromkeys(seen.owner for seen in discovery.seen):
         try:
             plan.traces[owner] = _traces(modules[owner], discovery, owner, modes)
-            plan.attention_calls[owner] = _count_calls(plan.traces[owner], discovery, owner)
+            plan.calls[owner] = _calls(plan.traces[owner], modules[owner], discovery, owner)
         except CaptureError as error:
-            problems[owner] = Refusal("capture", str(error))
+            problems[owner] = Refusal(error.code, str(error))
+    for owner in discovery.maps_used:
+        problems[owner] = Refusal("map", "its attention map is used elsewhere in the model, and TTT has none")
     for seen in discovery.seen:
         planned = _plan_site(seen, modules, plan, layout)
         problem = problems.get(seen.owner)
@@ -130,21 +127,26 @@ def _traces(owner: nn.Module, discovery: Discovery, name: str, modes: tuple[bool
     return traces
 
 
-def _count_calls(traces: list, discovery: Discovery, name: str) -> int:
-    counts = {len(attention_nodes(traced.graph)) for *_, traced in traces}
-    seen = sum(s.owner == name and s.form == "sdpa" for s in discovery.seen)
-    if counts != {seen}:
+def _calls(traces: list, owner: nn.Module, discovery: Discovery, name: str) -> list[AttentionCall | Refusal]:
+    """The owner's attention calls, if all its traces agree with the dry run on how many there are."""
+    calls = [attention_calls(traced, owner) for *_, traced in traces]
+    seen = sum(s.owner == name for s in discovery.seen)
+    counts = sorted({len(c) for c in calls})
+    if counts != [seen]:
         raise CaptureError(
-            f"{name!r} makes {seen} attention call(s) when it runs, but {sorted(counts)} in its traced graphs: its "
+            f"{name!r} makes {seen} attention call(s) when it runs, but {counts} in its traced graphs: its "
             "forward takes different ways, in train and eval or from call to call"
         )
-    return seen
+    return calls[0]
 
 
 def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: UserLayout) -> PlannedSite:
     """Describe one site and decide on it."""
-    call = seen.call
-    found = match(call) if seen.form == "sdpa" else None
+    call, found = seen.call, None
+    if seen.owner in plan.calls:
+        traced = plan.calls[seen.owner][seen.index]
+        found = traced if isinstance(traced, Refusal) else match(traced)
+        call = call if isinstance(traced, Refusal) else traced
     owner, index = _place(seen, modules, plan)
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     name = owner if index == 0 else f"{owner}:{index}"
@@ -198,8 +200,6 @@ def _refusal(site: Site, found: Match | Refusal | None, layout: Found | Refusal,
         return Refusal(site.kind, _KIND_REFUSALS[site.kind].format(queries=site.queries, keys=site.keys, y=ending))
     if isinstance(found, Refusal):
         return found
-    if site.form in _FORM_REFUSALS:
-        return Refusal(f"form-{site.form}", _FORM_REFUSALS[site.form])
     if isinstance(layout, Refusal) and config.dwc is not None:
         return layout
     return None
@@ -210,7 +210,8 @@ def _place(seen: Seen, modules: dict[str, nn.Module], plan: Plan) -> tuple[str, 
     owner = modules[seen.owner]
     if not isinstance(owner, fx.GraphModule) or seen.owner not in plan.traces:
         return seen.owner, seen.index
-    nodes = attention_nodes(plan.traces[seen.owner][0][3].graph)
+    traced = plan.traces[seen.owner][0][3]
+    nodes = occurrences(traced.graph, traced.values, owner.get_submodule)
     paths = [_stack_path(node, owner) for node in nodes]
     path = paths[seen.index]
     prefix = f"{seen.owner}." if seen.owner and path else seen.owner
@@ -227,8 +228,3 @@ def _stack_path(node: fx.Node, root: fx.GraphModule) -> str:
         if path in names:
             return path
     return ""
-
-
-def values_of_calls(traced: Traced) -> list:
-    """The operands of a trace's attention calls (for tests and tools)."""
-    return calls_of(traced)

@@ -244,7 +244,7 @@ def test_a_folder_holds_json_and_safetensors_and_no_pickle(saved):
     for file in folder.iterdir():
         content = file.read_bytes()
         assert b"torch_utils" not in content
-        with pytest.raises(ValueError, match=".*"):
+        with pytest.raises(ValueError, match=r"opcode|pickle|exhausted"):
             list(pickletools.genops(content))
     assert set(load_file(folder / WEIGHTS)) == set(t5fx.load(vit(depth=3), folder).state_dict())
 

@@ -78,7 +78,10 @@ def test_masks_are_told_apart(options, mask, code):
 
 
 def test_as_data_it_is_json_with_totals():
-    for report in (t5fx.inspect(vit(), images()), t5fx.report(t5fx.linearize(vit(), example_inputs=images()))):
+    for report in (
+        t5fx.inspect(vit(), images()),
+        t5fx.report(t5fx.linearize(vit(), example_inputs=images())),
+    ):
         data = json.loads(json.dumps(report.to_dict()))
         assert data == report.to_dict()
         assert (data["model"], data["converted"], len(data["sites"])) == ("ViT", report.converted, 2)
@@ -86,7 +89,11 @@ def test_as_data_it_is_json_with_totals():
         softmax, ttt = report[0].softmax_flops, report[0].ttt_flops
         assert softmax != ttt
         one = int(report.converted)
-        assert data["totals"] == {"sites": one, "softmax_flops": 2 * softmax, "flops": 2 * softmax + one * (ttt - softmax)}
+        assert data["totals"] == {
+            "sites": one,
+            "softmax_flops": 2 * softmax,
+            "flops": 2 * softmax + one * (ttt - softmax),
+        }
 
 
 def test_totals_of_a_choice_of_sites():
@@ -113,7 +120,11 @@ def test_remarks_are_numbered_and_brackets_in_them_are_not_read_as_markup():
     third = third.replace(notes=("a note",), layout_from="assumed square")
     text = str(t5fx.Report("M", (first, second, third), t5fx.T5))
     rows = [line for line in text.splitlines() if "blocks." in line]
-    assert [row.split("self")[0].split(maxsplit=1)[1].strip() for row in rows] == ["no [1]", "yes [2]", "yes [2] [3]"]
+    assert [row.split("self")[0].split(maxsplit=1)[1].strip() for row in rows] == [
+        "no [1]",
+        "yes [2]",
+        "yes [2] [3]",
+    ]
     remarks = text.splitlines()[-3:]
     assert remarks[:2] == ["[1] axes [batch, heads] [red]", "[2] a note"]
     assert "layout=" in remarks[2]

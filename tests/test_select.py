@@ -167,7 +167,13 @@ def test_stages_of_blocks_are_not_blocks():
 
 
 def test_blocks_that_are_attributes_and_a_lone_owner():
-    classes = {"block_a": "Block", "block_b": "Block", "block_a.attn": "A", "block_b.attn": "A", "pool": "Pool"}
+    classes = {
+        "block_a": "Block",
+        "block_b": "Block",
+        "block_a.attn": "A",
+        "block_b.attn": "A",
+        "pool": "Pool",
+    }
     found = grouped(classes, "block_a.attn", "block_b.attn", "pool")
     assert found == [("block_a", 0, 3), ("block_b", 1, 3), ("pool", 2, 3)]
     assert grouped({"": "Model"}, "") == [("", 0, 1)]
@@ -176,7 +182,12 @@ def test_blocks_that_are_attributes_and_a_lone_owner():
 def test_only_blocks_with_a_convertible_site_are_counted():
     classes = {f"blocks.{i}": "Block" for i in range(4)}
     owners = [f"blocks.{i}" for i in range(4)]
-    assert [g[1:] for g in grouped(classes, *owners, refused=("blocks.1",))] == [(0, 3), (-1, 3), (1, 3), (2, 3)]
+    assert [g[1:] for g in grouped(classes, *owners, refused=("blocks.1",))] == [
+        (0, 3),
+        (-1, 3),
+        (1, 3),
+        (2, 3),
+    ]
 
 
 def test_in_a_unet_a_block_is_a_transformer_block_and_cross_attention_stays():
@@ -195,7 +206,11 @@ def test_the_sites_of_one_block_go_together():
     model, args, kwargs = build("diffusers/SD3_dual")
     report = t5fx.inspect(model, (args, kwargs))
     first, second = "transformer_blocks.0", "transformer_blocks.1"
-    assert [(s.block, s.block_index, s.blocks) for s in report] == [(first, 0, 2), (first, 0, 2), (second, 1, 2)]
+    assert [(s.block, s.block_index, s.blocks) for s in report] == [
+        (first, 0, 2),
+        (first, 0, 2),
+        (second, 1, 2),
+    ]
     assert len(choose(report.sites, t5fx.first(1))) == 2
     assert len(choose(report.sites, t5fx.every_other)) == 1
 

@@ -50,7 +50,7 @@ def test_a_layout_without_a_grid_holds_any_number_of_tokens_from_its_prefix_on()
     ],
 )  # fmt: skip
 def test_a_layout_that_makes_no_sense_is_refused_and_shown(fields):
-    (name, value), = fields.items()
+    ((name, value),) = fields.items()
     with pytest.raises(LayoutError) as error:
         TokenLayout(**fields)
     assert name in str(error.value)

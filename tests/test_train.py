@@ -56,7 +56,10 @@ def test_learning_rates_and_decay():
 def test_a_scale_of_zero_leaves_a_kind_out():
     model = linearized()
     assert {g["name"] for g in t5fx.param_groups(model, 1.0, inherited_lr_scale=0)} == {"new", "new_no_decay"}
-    assert {g["name"] for g in t5fx.param_groups(model, 1.0, new_lr_scale=0)} == {"inherited", "inherited_no_decay"}
+    assert {g["name"] for g in t5fx.param_groups(model, 1.0, new_lr_scale=0)} == {
+        "inherited",
+        "inherited_no_decay",
+    }
 
 
 def test_a_tied_parameter_is_in_one_group_once():
@@ -97,7 +100,13 @@ def test_decay_shrinks_weights_and_leaves_biases_alone():
 
 @pytest.mark.parametrize(
     "options",
-    [{"lr": -1.0}, {"lr": float("nan")}, {"new_lr_scale": -1}, {"inherited_lr_scale": -0.5}, {"weight_decay": -0.1}],
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"new_lr_scale": -1},
+        {"inherited_lr_scale": -0.5},
+        {"weight_decay": -0.1},
+    ],
 )
 def test_a_negative_number_is_refused_by_name(options):
     (name,) = options

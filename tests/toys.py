@@ -33,7 +33,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int = 16, heads: int = 2, **options) -> None:
         super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(dim), Attention(dim, heads, **options), nn.Linear(dim, dim)
+        self.norm, self.attn, self.mlp = (
+            nn.LayerNorm(dim),
+            Attention(dim, heads, **options),
+            nn.Linear(dim, dim),
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm(x), mask)

@@ -66,7 +66,7 @@ class Discovery:
     owner_calls: dict[str, list[tuple[tuple, dict[str, Any]]]]
     fake_mode: FakeTensorMode
     tracker: AxisTracker
-    float_inputs: bool
+    maps_used: set[str]
     how: str
 
 
@@ -100,8 +100,11 @@ class _Observer(TorchFunctionMode):
         self._note_grids(name, "input", (args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        self.stack.pop()
-        self._note_grids(self.names[id(module)], "output", output)
+        top = self.stack.pop()
+        name = self.names[id(module)]
+        self._note_grids(name, "output", output)
+        if top["sites"]:
+            self.tracker.left(name, [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
 
     def _note_grids(self, name: str, side: str, tree: Any) -> None:
         """Remember this tensor if two or three of its axes are the axes of an image or a video."""
@@ -211,10 +214,12 @@ def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensor
         for i, leaf in enumerate(leaves):
             observer.tracker.put_input(leaf, f"input{i}")
         with observer:
-            model(*args, **kwargs)
-    floats = any(t.is_floating_point() for t in leaves)
-    calls = observer.owner_calls
-    return Discovery(observer.seen, calls, mode, observer.tracker, floats, "real run" if real else "dry run")
+            output = model(*args, **kwargs)
+            observer.tracker.used([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+    used = observer.tracker.maps_used
+    return Discovery(
+        observer.seen, observer.owner_calls, mode, observer.tracker, used, "real run" if real else "dry run"
+    )
 
 
 def describe(tree: Any) -> str:

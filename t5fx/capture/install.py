@@ -116,6 +116,8 @@ def warm(owner: nn.Module) -> None:
 def install(owner: nn.Module, conversion: Conversion, graph: fx.Graph | None = None) -> None:
     """Make ``owner`` run its rewritten graphs; a GraphModule gets the new ``graph`` instead."""
     owner.__dict__["_t5fx_owner"] = conversion
+    if isinstance(owner, nn.MultiheadAttention):
+        owner.register_forward_pre_hook(KeepSlowPath())
     if isinstance(owner, fx.GraphModule):
         assert graph is not None
         conversion.original_graph = owner.graph
@@ -123,6 +125,14 @@ def install(owner: nn.Module, conversion: Conversion, graph: fx.Graph | None = N
         owner.recompile()
     else:
         owner.__class__ = linearized_class(cast(Any, type(owner)))
+
+
+class KeepSlowPath:
+    """A hook that does nothing: with one, torch.nn.TransformerEncoderLayer calls its attention's forward in eval too,
+    instead of its fused fast path."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
 
 
 def uninstall(owner: nn.Module) -> None:
@@ -137,6 +147,8 @@ def uninstall(owner: nn.Module) -> None:
         owner.recompile()
     else:
         owner.__class__ = base_class(owner)
+    for key in [key for key, hook in owner._forward_pre_hooks.items() if isinstance(hook, KeepSlowPath)]:
+        del owner._forward_pre_hooks[key]
     for spec in conversion.sites:
         parent, _, name = spec.ttt.rpartition(".")
         delattr(owner.get_submodule(parent), name)

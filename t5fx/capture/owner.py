@@ -18,9 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..config import TTTConfig
 from ..errors import CaptureError
-from ..passes.canonicalize import AttentionCall, attention_nodes, bind
+from ..passes.canonicalize import AttentionCall, bind, canonicalize, occurrences
 from ..passes.match import match, value_of
+from ..passes.mha import FORWARDS
 from ..passes.rewrite import rewrite
+from ..passes.written import Obstacle
 from ..site import Refusal
 from .dryrun import new_fake_mode, preserved, to_fake
 from .trace import Traced, is_hole, trace
@@ -137,7 +139,7 @@ def trace_owner(owner: nn.Module, args: tuple, kwargs: dict[str, Any], training:
     base = base_class(owner)
     with preserved(owner):
         owner.__dict__["training"] = training
-        return trace(owner, base.forward, args, kwargs, mode)
+        return trace(owner, FORWARDS.get(base.forward, base.forward), args, kwargs, mode)
 
 
 def trace_graph(owner: fx.GraphModule, args: tuple, kwargs: dict[str, Any], mode: Any) -> Traced:
@@ -163,7 +165,7 @@ def trace_graph(owner: fx.GraphModule, args: tuple, kwargs: dict[str, Any], mode
         raise CaptureError(f"the graph does not run on the example inputs: {type(error).__name__}: {error}") from error
     for old, new in mapping.items():
         new.meta = dict(old.meta)
-    return Traced(graph, values)
+    return Traced(graph, values, mode)
 
 
 def _placeholders(owner: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
@@ -179,23 +181,38 @@ def _placeholders(owner: fx.GraphModule, args: tuple, kwargs: dict[str, Any]) ->
     return [*args, *(kwargs[name] if name in kwargs else n.args[0] for name, n in by_name.items())]
 
 
-def calls_of(traced: Traced) -> list[AttentionCall]:
-    """The attention calls of a traced owner, with example values as operands."""
-    calls = []
-    for node in attention_nodes(traced.graph):
-        bound = bind(node.args, node.kwargs)
-        calls.append(AttentionCall(**{k: value_of(v, traced.values) for k, v in vars(bound).items()}))
+def attention_calls(traced: Traced, owner: nn.Module) -> list[AttentionCall | Refusal]:
+    """The attention of a traced owner in order of execution, with example values as operands; the graph stays.
+
+    What begins like attention and is not of a known form is a Refusal.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(traced.graph, mapping))
+    values = {new: traced.values[old] for old, new in mapping.items() if old in traced.values}
+    calls: list[AttentionCall | Refusal] = []
+    for node in occurrences(graph, values, owner.get_submodule):
+        try:
+            calls.append(_operands(canonicalize(graph, node, values, owner.get_submodule, traced.mode), values))
+        except Obstacle as obstacle:
+            calls.append(Refusal("form", f"attention of a form that t5fx does not know: {obstacle}"))
     return calls
 
 
-def rewrite_owner(traced: Traced, conversion: Conversion) -> fx.Graph:
+def _operands(node: fx.Node, values: dict[fx.Node, Any]) -> AttentionCall:
+    bound = bind(node.args, node.kwargs)
+    return AttentionCall(**{k: value_of(v, values) for k, v in vars(bound).items()})
+
+
+def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> fx.Graph:
     """Rewrite the converted sites in a traced owner's graph.
 
     Raises:
         CaptureError: this kind of call makes another number of attention calls, or one of them in a way that can't
             be converted (a mask, ``is_causal``); the message names the site.
     """
-    nodes, calls = attention_nodes(traced.graph), calls_of(traced)
+    graph, values = traced.graph, traced.values
+    nodes = occurrences(graph, values, owner.get_submodule)
     if len(nodes) != conversion.attention_calls:
         raise CaptureError(
             f"{conversion.name!r} was linearized with {conversion.attention_calls} attention call(s), but called like "
@@ -203,14 +220,18 @@ def rewrite_owner(traced: Traced, conversion: Conversion) -> fx.Graph:
             "implementation, or output_attentions=True, does that. Undo the change, or t5fx.revert(model) first"
         )
     for spec in conversion.sites:
-        found = match(calls[spec.index])
+        try:
+            node = canonicalize(graph, nodes[spec.index], values, owner.get_submodule, traced.mode)
+            found: Any = match(_operands(node, values))
+        except Obstacle as obstacle:
+            found = Refusal("form", str(obstacle))
         if isinstance(found, Refusal):
             raise CaptureError(
                 f"{conversion.name!r} is linearized, and this call can't be: {found.reason}. Leave this site out of "
                 "the selection if the model needs such calls"
             )
-        rewrite(traced.graph, nodes[spec.index], found, spec.config, spec.ttt, spec.self_attention)
-    return traced.graph
+        rewrite(graph, node, found, spec.config, spec.ttt, spec.self_attention)
+    return graph
 
 
 def add_entry(owner: nn.Module, conversion: Conversion, args: tuple, kwargs: dict[str, Any], training: bool,
@@ -218,7 +239,7 @@ def add_entry(owner: nn.Module, conversion: Conversion, args: tuple, kwargs: dic
     """Trace (unless done), rewrite and compile the owner's forward for one kind of call, and keep it."""
     leaves, spec = tree_flatten((args, kwargs))
     traced = traced or trace_owner(owner, args, kwargs, training)
-    entry = generate(rewrite_owner(traced, conversion), conversion.name, _attributes(owner))
+    entry = generate(rewrite_owner(traced, conversion, owner), conversion.name, _attributes(owner))
     key = call_key(spec, leaves, training)
     conversion.entries.setdefault(key, []).insert(0, entry)
     described = [TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves]

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import CaptureError
+from ..passes.mha import FUNCTIONS
 from .dryrun import preserved
 from .proxy import ValueProxy, expect_length, is_proxy
 
@@ -44,6 +45,7 @@ class Traced:
 
     graph: fx.Graph
     values: dict[fx.Node, Any]
+    mode: FakeTensorMode
 
 
 class OwnerTracer(fx.Tracer):
@@ -138,6 +140,8 @@ class _Factories(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.tracer.executing:
             return func(*args, **kwargs)
+        if func in FUNCTIONS:
+            return FUNCTIONS[func](*args, **kwargs)
         if any(map(is_proxy, tree_leaves((args, kwargs)))):
             return self.tracer.create_proxy("call_function", func, args, kwargs)
         if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor, such as .shape
@@ -221,7 +225,7 @@ def _trace(tracer: OwnerTracer, forward: Any, args: tuple, kwargs: dict[str, Any
     except Exception as error:  # user code can fail in any way on proxies
         raise CaptureError(f"the forward could not be traced: {type(error).__name__}: {str(error)[:300]}") from error
     _drop_unused_sizes(tracer.graph)
-    return Traced(tracer.graph, tracer.values)
+    return Traced(tracer.graph, tracer.values, tracer.mode)
 
 
 def _holds_proxy(value: Any) -> bool:

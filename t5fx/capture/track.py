@@ -54,6 +54,8 @@ class AxisTracker(TorchDispatchMode):
         self._stage: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._on_written = on_written
         self._quiet = 0
+        self._maps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.maps_used: set[str] = set()
 
     # -- reading and writing -----------------------------------------------------------------------------
 
@@ -86,6 +88,18 @@ class AxisTracker(TorchDispatchMode):
         finally:
             self._quiet -= 1
 
+    def left(self, owner: str, tensors: list[Tensor]) -> None:
+        """``owner`` returned these tensors: from now on, whoever uses an attention map among them is noted."""
+        for tensor in tensors:
+            state = self._stage.get(tensor)
+            if state is not None and state[0] == PROBABILITIES:
+                self._maps.setdefault(tensor, owner)
+
+    def used(self, tensors: list[Tensor]) -> None:
+        """Note the owners whose attention map is among these tensors."""
+        if len(self._maps):
+            self.maps_used.update(self._maps[t] for t in tensors if t in self._maps)
+
     # -- the rules ---------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -94,6 +108,7 @@ class AxisTracker(TorchDispatchMode):
         packet = func.overloadpacket
         tensors = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         results = [o for o in torch.utils._pytree.tree_leaves(out) if isinstance(o, Tensor)]
+        self.used(tensors)
         if not results:
             return out
         for i, result in enumerate(results):
@@ -239,4 +254,12 @@ class AxisTracker(TorchDispatchMode):
                 self._stage[result] = (PROBABILITIES, *state[1:])
             elif packet in _THROUGH or torch.Tag.pointwise in func.tags:
                 self._stage[result] = state
+            elif packet in (aten.mm, aten.addmm, aten.convolution) and self._still_a_map(state, result):
+                self._stage[result] = state  # heads are mixed
             return
+
+    def _still_a_map(self, state: tuple, result: Tensor) -> bool:
+        """Whether the axes of ``result`` still hold the tokens of query and of key."""
+        wanted = [*self.axes(state[1])[-2], *self.axes(state[2])[-1]]
+        have = [atom for axis in self.axes(result) for atom in axis]
+        return all(have.count(atom) >= wanted.count(atom) for atom in wanted)
