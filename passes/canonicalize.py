@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .written import Obstacle, Recognizer, Written, replace
+from .written import VIEWS, Obstacle, Recognizer, Written, replace
 
 SDPA_FUNCTIONS = {
     F.scaled_dot_product_attention,
@@ -96,33 +96,20 @@ def _check(written: Written, values: dict[fx.Node, Any], modules: Callable[[str]
     Raises:
         Obstacle: they differ.
     """
+    exact = any(Recognizer(written.out.graph, values, modules).name(n) in VIEWS for n in written.chain)
+    shapes = _check_shapes(written, values, exact)
+    if sum(math.prod(shape) for shape in shapes.values()) > 1 << 26:
+        raise Obstacle("its form depends on sizes that are too large to be checked")
     generator = torch.Generator().manual_seed(0)
-    known: dict[fx.Node, Any] = {}
-
-    def number(node: fx.Node, shape: list[int]) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query, key, value = (list(values[n].shape) for n in (written.query, written.key, written.value))
-    channels, tokens = (-2, -1) if written.key_transposed else (-1, -2)
-    lead = [min(n, 2) for n in query[:-2]]
-    n_query, n_key = min(query[-2], 5), min(key[tokens], 5)
-    known[written.query] = number(written.query, [*lead, n_query, query[-1]])
-    key_shape = [*lead, 0, 0]
-    key_shape[channels], key_shape[tokens] = key[channels], n_key
-    known[written.key] = number(written.key, key_shape)
-    known[written.value] = number(written.value, [*lead, n_key, value[-1]])
-    sizes = {query[-2]: n_query, key[tokens]: n_key}
-    total: Any = None
-    for kind, mask in written.masks:
-        shape = list(values[mask].shape)
-        small = [min(n, 2) for n in shape[:-2]] + [sizes.get(n, min(n, 5)) for n in shape[-2:]]
-        drawn = number(mask, small)
-        known[mask] = drawn if kind == "float" else drawn > 0.8 if kind == "hide" else drawn < 0.8
-        effect = drawn if kind == "float" else torch.zeros_like(drawn).masked_fill(
-            known[mask] if kind == "hide" else ~known[mask], -math.inf)  # fmt: skip
-        total = effect if total is None else total + effect
+    known: dict[fx.Node, Any] = {
+        node: torch.randn(shape, generator=generator, dtype=torch.float64) for node, shape in shapes.items()
+    }
+    for mask in written.masks:
+        if mask.kind != "float":
+            known[mask.node] = known[mask.node] > 0.8 if mask.kind == "hide" else known[mask.node] < 0.8
     try:
         out = _evaluate(written.out, known, values, modules)
+        total = _mask_effect(written, known, values, modules)
     except Exception as error:  # shapes that only fit the example: it can't be checked, so it is not trusted
         raise Obstacle(f"the written-out form could not be checked ({type(error).__name__}: {error})") from error
     transposed = known[written.key].transpose(-1, -2) if written.key_transposed else known[written.key]
@@ -131,6 +118,43 @@ def _check(written: Written, values: dict[fx.Node, Any], modules: Callable[[str]
     )
     if out.shape != wanted.shape or not torch.allclose(out.double(), wanted, rtol=1e-4, atol=1e-5):
         raise Obstacle("what was recognised as attention computes something else")
+
+
+def _check_shapes(written: Written, values: dict[fx.Node, Any], exact: bool) -> dict[fx.Node, list[int]]:
+    """Shapes for the check: those of the example, made small unless a reshape ties them to each other."""
+    query, key, value = (list(values[n].shape) for n in (written.query, written.key, written.value))
+    shapes = {written.query: query, written.key: key, written.value: value}
+    shapes |= {mask.node: list(values[mask.node].shape) for mask in written.masks}
+    if exact:
+        return shapes
+    channels, tokens = (-2, -1) if written.key_transposed else (-1, -2)
+    lead = [min(n, 2) for n in query[:-2]]
+    n_query, n_key = min(query[-2], 5), min(key[tokens], 5)
+    key_shape = [*lead, 0, 0]
+    key_shape[channels], key_shape[tokens] = key[channels], n_key
+    small = {written.query: [*lead, n_query, query[-1]], written.key: key_shape}
+    small[written.value] = [*lead, n_key, value[-1]]
+    for mask in written.masks:
+        shape = shapes[mask.node]
+        ends = [1 if n == 1 else m for n, m in zip(shape[-2:], (n_query, n_key)[-len(shape) :], strict=True)]
+        small[mask.node] = [min(n, 2) for n in shape[:-2]] + ends
+    return small
+
+
+def _mask_effect(written: Written, known: dict, values: dict, modules: Callable) -> Tensor | None:
+    """What the masks add to the scores, as one float mask."""
+    total = None
+    for mask in written.masks:
+        drawn = known[mask.node]
+        if mask.kind != "float":
+            hidden = drawn if mask.kind == "hide" else ~drawn
+            drawn = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
+        assert written.product is not None
+        scores, product = (_evaluate(n, known, values, modules) for n in (mask.scores, written.product))
+        if scores.shape != product.shape:
+            drawn = drawn.expand(scores.shape).reshape(product.shape)
+        total = drawn if total is None else total + drawn
+    return total
 
 
 def _evaluate(node: Any, known: dict[fx.Node, Any], values: dict[fx.Node, Any], modules: Callable) -> Any:

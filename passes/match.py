@@ -21,8 +21,9 @@ from .canonicalize import AttentionCall
 class Match:
     """An attention call that can be converted.
 
-    ``groups``: how many query heads share one key head.  ``mask``: "none" or "key padding".  ``scale``: the
-    softmax scale, which becomes the scale of the inner loss.
+    ``groups``: how many query heads share one key head.  ``mask``: "none", "key padding", "boolean" (spread over the
+    queries, compared at run time) or "float" (dropped).  ``scale``: the softmax scale, which becomes the scale of the
+    inner loss.
     """
 
     batch: int
@@ -56,13 +57,22 @@ def _same_for_queries(mask: Tensor) -> bool:
     return all(sizes[a] == 1 or strides[a] == 0 for a in axes)
 
 
-def key_padding(mask: Tensor, batch: int) -> Tensor:
+def key_padding(mask: Tensor, batch: int, check: bool = False) -> Tensor:
     """In a graph: a boolean attention mask [B or 1, 1, 1, N] (or expanded views of it) -> [batch, N], True = attend.
 
+    Args:
+        check: the mask was seen to be spread over the queries in memory: compare the numbers, in every call.
+
     Raises:
-        MaskError: the mask is not boolean, or could differ from query to query.
+        MaskError: the mask is not boolean, or could differ from query to query.  (A RuntimeError from compiled code.)
     """
-    if mask.dtype != torch.bool or not _same_for_queries(mask):
+    if check and mask.dtype == torch.bool and mask.dim() == 4 and not _same_for_queries(mask):
+        same = (mask == mask[:, :1, :1]).all()
+        if torch.compiler.is_compiling():
+            torch._assert_async(same, "a converted attention site got a mask that differs between queries")
+        elif not same:
+            raise MaskError("a converted attention site got a boolean mask that differs between queries or heads")
+    elif mask.dtype != torch.bool or not _same_for_queries(mask):
         raise MaskError(
             f"a converted attention site takes a boolean mask that is the same for all queries (key padding), not "
             f"{mask.dtype} of shape {list(mask.shape)}: leave this site out of the selection, or pass no mask"
@@ -76,8 +86,13 @@ def key_padding(mask: Tensor, batch: int) -> Tensor:
     return mask.expand(batch, mask.shape[-1])
 
 
-def match(call: AttentionCall) -> Match | Refusal:
-    """Look at the operands (tensors with shapes; fake ones do) of one attention call."""
+def match(call: AttentionCall, *, drop_bias: bool = False, uniform_mask: bool = False) -> Match | Refusal:
+    """Look at the operands (tensors with shapes; fake ones do) of one attention call.
+
+    Args:
+        drop_bias: a float mask is left out (:attr:`t5fx.TTTConfig.drop_bias`).
+        uniform_mask: a boolean mask is known to be the same for all queries, though its shape does not show it.
+    """
     query, key, value = call.query, call.key, call.value
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return Refusal(
@@ -88,11 +103,13 @@ def match(call: AttentionCall) -> Match | Refusal:
     kind = mask_kind(call)
     if kind == "causal":
         return Refusal("causal", "causal attention: each query sees other keys; one inner model can't serve them all")
-    if kind == "float":
+    if kind == "float" and not drop_bias:
         return Refusal(
-            "float-mask", "a float mask or position bias is added to the scores; TTT has no scores to add it to"
+            "float-mask",
+            "a float mask or position bias is added to the scores, and TTT has no scores to add it to; "
+            "config=t5fx.T5.replace(drop_bias=True) converts the site without it",
         )
-    if kind == "boolean":
+    if kind == "boolean" and not uniform_mask:
         return Refusal(
             "query-mask", "a boolean mask that differs between queries or heads; only key padding is supported"
         )
@@ -105,6 +122,8 @@ def match(call: AttentionCall) -> Match | Refusal:
     if scale is not None and not isinstance(scale, (int, float)):
         return Refusal("scale", "the softmax scale is computed from a tensor")
     notes = []
+    if kind == "float":
+        notes.append("the float mask or position bias that was added to the scores is dropped")
     if isinstance(call.dropout_p, (int, float)) and call.dropout_p > 0:
         notes.append(f"attention dropout of {call.dropout_p} has no counterpart in TTT and is dropped")
     return Match(

@@ -2,12 +2,11 @@
 
 PyTorch computes it inside one function, where neither a trace nor a rewrite can look.  These two functions take the
 arguments of ``nn.MultiheadAttention.forward`` and of ``F.multi_head_attention_forward`` and do the same in the open.
-The trace of an owner uses them in place of the originals (:data:`FORWARDS`, :data:`FUNCTIONS`).
+The trace of an owner uses them in place of the originals (:mod:`t5fx.passes.registry`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,6 +129,3 @@ def _sdpa_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads:
     ]
     return floats[0] if len(floats) == 1 else floats[0] + floats[1]
 
-
-FORWARDS: dict[Any, Callable] = {nn.MultiheadAttention.forward: mha_forward}
-FUNCTIONS: dict[Any, Callable] = {F.multi_head_attention_forward: multi_head_attention}

@@ -44,9 +44,9 @@ def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt
         if match.groups > 1:
             key, value = (graph.call_method("repeat_interleave", (x, match.groups, 1)) for x in (key, value))
         mask = None
-        if call.attn_mask is not None:
+        if call.attn_mask is not None and match.mask != "float":
             batch = graph.call_method("size", (key, 0))
-            mask = graph.call_function(key_padding, (call.attn_mask, batch))
+            mask = graph.call_function(key_padding, (call.attn_mask, batch, match.mask == "boolean"))
         if config.key_norm:
             key = graph.call_function(op.key_norm.default, (key, config.key_norm_eps, mask))
         if config.dwc is not None:

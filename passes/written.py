@@ -12,7 +12,6 @@ numbers: what is not equal is not trusted.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,16 @@ class Obstacle(Exception):
 
 
 @dataclass
+class Mask:
+    """A mask on the scores: ``kind`` is "float" (added), "keep" or "hide" (where it is True); ``scores`` are the scores
+    as they were then (a reshape of the product, in shifted windows)."""
+
+    kind: str
+    node: fx.Node
+    scores: fx.Node
+
+
+@dataclass
 class Written:
     """The parts of a written-out attention: nodes of the graph.  ``chain`` are the nodes that it consists of."""
 
@@ -40,7 +49,8 @@ class Written:
     value: fx.Node
     key_transposed: bool
     scale: Any = 1.0
-    masks: list[tuple[str, fx.Node]] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    product: fx.Node | None = None
     dropout: Any = 0.0
     chain: list[fx.Node] = field(default_factory=list)
     map_users: list[fx.Node] = field(default_factory=list)
@@ -48,6 +58,7 @@ class Written:
 
 
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone", "type", "_to_copy"}
+VIEWS = {"view", "reshape", "flatten", "unflatten", "unsafe_view"}
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 
 
@@ -121,7 +132,9 @@ class Recognizer:
         if depth == 0 or node.op in ("placeholder", "get_attr"):
             return False
         shape = self.values[node].shape if self.is_tensor(node) else ()
-        inputs = [a for a in node.all_input_nodes if self.is_tensor(a) and self.values[a].dim() >= len(shape)]
+        same = self.values[node].numel() if self.is_tensor(node) else -1
+        inputs = [a for a in node.all_input_nodes if self.is_tensor(a)]
+        inputs = [a for a in inputs if self.values[a].dim() >= len(shape) or self.values[a].numel() == same]
         return any(self._leads_to_product(a, depth - 1) for a in inputs)
 
     def _reaches_product(self, node: fx.Node, depth: int = 8) -> bool:
@@ -146,24 +159,27 @@ class Recognizer:
             written.chain.append(node)
             name, args = self.name(node), list(node.args)
             if name in _PRODUCTS:
+                written.product = node
                 return self._product(node, written)
-            if name in _CASTS:
+            if name in _CASTS or name in VIEWS:
                 node = args[0]
             elif name in ("mul", "div") and len(args) == 2:
                 node = self._factor(name, args, written)
             elif name == "add" and len(args) == 2:
                 node, mask = self._scores_first(args)
-                written.masks.append(("float", mask))
+                if written.scale != 1:  # walking back, a factor that was met first applies to the mask as well
+                    raise Obstacle("the scores are scaled after a mask was added")
+                written.masks.append(Mask("float", mask, node))
             elif name == "masked_fill" and self._is_minus_infinity(args[2] if len(args) > 2 else None):
                 node, mask = args[0], args[1]
-                written.masks.append(("hide", mask))
+                written.masks.append(Mask("hide", mask, node))
             elif name == "where" and len(args) == 3 and isinstance(args[0], fx.Node):
                 keep = self.is_tensor(args[1]) and self._leads_to_product(args[1])
                 fill = args[2] if keep else args[1]
                 if not self._is_minus_infinity(fill):
                     raise Obstacle("torch.where replaces scores by something else than minus infinity")
-                written.masks.append(("keep" if keep else "hide", args[0]))
                 node = args[1] if keep else args[2]
+                written.masks.append(Mask("keep" if keep else "hide", args[0], node))
             else:
                 raise Obstacle(f"{name or node.op} ({node.name}) stands between the scores and the softmax")
             if not isinstance(node, fx.Node):
@@ -183,8 +199,6 @@ class Recognizer:
         first, second = args
         if name == "mul" and not (self.is_tensor(first) and self._leads_to_product(first)):
             first, second = second, first
-        if written.masks:
-            raise Obstacle("the scores are scaled after a mask was applied")
         written.scale = self._times(written, second, name == "div")
         return first
 
@@ -213,7 +227,7 @@ class Recognizer:
         if self.name(node) == "baddbmm":
             settings = {**{"beta": 1, "alpha": 1}, **node.kwargs}
             if settings["beta"] != 0:
-                written.masks.append(("float", node.args[0]))
+                written.masks.append(Mask("float", node.args[0], node))
             written.scale = self._times(written, settings["alpha"], False)
         written.query, written.key = query, key
         for side in ("query", "key"):  # a factor on query or key is a factor on the scores
@@ -349,17 +363,41 @@ def _unfold(nodes: tuple[fx.Node, ...], values: dict[fx.Node, Any]) -> tuple[fx.
 
 
 def _mask(written: Written, emit: Callable[..., fx.Node], values: dict[fx.Node, Any]) -> fx.Node | None:
-    """All masks as one: boolean (True = attend) if all of them are, else the sum of the float ones."""
-    floats = [node for kind, node in written.masks if kind == "float"]
+    """All masks as one: boolean (True = attend) if they are boolean, the sum if they are float."""
+    kinds = {mask.kind == "float" for mask in written.masks}
+    if len(kinds) > 1:
+        raise Obstacle("a float and a boolean mask lie over the same scores")
     total = None
-    for node in floats:
-        total = node if total is None else emit(operator.add, (total, node), {})
-    keep = None
-    for kind, node in written.masks:
-        if kind == "float":
-            continue
-        one = emit("logical_not", (node,), {}) if kind == "hide" else emit("to", (node, torch.bool), {})
-        keep = one if keep is None else emit(operator.and_, (keep, one), {})
-    if total is None or keep is None:
-        return total if total is not None else keep
-    return emit("masked_fill", (total, emit("logical_not", (keep,), {}), -math.inf), {})
+    for mask in written.masks:
+        one = mask.node
+        if mask.kind == "hide":
+            one = emit("logical_not", (one,), {})
+        elif mask.kind == "keep":
+            one = emit("to", (one, torch.bool), {})
+        if written.product is not None and values[mask.scores].shape != values[written.product].shape:
+            fill = torch.zeros_like if mask.kind == "float" else torch.ones_like
+            like = emit(fill, (mask.scores,), {} if mask.kind == "float" else {"dtype": torch.bool})
+            one = emit(operator.add if mask.kind == "float" else operator.and_, (like, one), {})
+            one = emit("view_as", (one, written.product), {})
+        if total is not None:
+            one = emit(operator.add if mask.kind == "float" else operator.and_, (total, one), {})
+        total = one
+    return total
+
+
+_PURE = {
+    *_PRODUCTS, *_CASTS, *VIEWS, "mul", "div", "add", "and", "view_as", "zeros_like", "ones_like", "transpose",
+    "logical_not", "masked_fill", "softmax", "unsqueeze", "permute", "getitem", "index", "size", "sigmoid", "neg",
+    "getattr", "expand", "squeeze", "mT",
+}  # fmt: skip
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Drop what nobody reads any more after a site was rewritten: its scores, and a bias that was dropped."""
+    for node in reversed(graph.nodes):
+        target = (
+            str(node.target).rsplit(".", 1)[-1] if node.op == "call_method" else getattr(node.target, "__name__", "")
+        )
+        in_place = (target.endswith("_") and not target.endswith("__")) or target.startswith("__i")
+        if not node.users and (node.op == "get_attr" or (name_of(node) in _PURE and not in_place)):
+            graph.erase_node(node)

@@ -16,7 +16,7 @@ from .capture.install import install, is_linearized, uninstall
 from .capture.owner import Conversion, SiteSpec, add_entry, rewrite_owner
 from .config import T5, TTTConfig
 from .errors import ConfigError, T5fxError
-from .grid import GridRecorder, GridState
+from .grid import GridRecorder, GridState, PackedRecorder
 from .layout import UserLayout, grid_axes, recorder_key, source_name
 from .plan import Plan, PlannedSite, make_plan
 from .report import Report
@@ -108,7 +108,8 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
             weights.append((parent, name, _new_weights(model, parent, planned, site_config, state)))
             path = planned.site.owner.removeprefix(owner).lstrip(".")
             ttt = f"{path}.{name}" if path else name
-            specs.append(SiteSpec(planned.site.index, ttt, planned.site.kind == "self", site_config))
+            same = planned.site.kind in ("self", "window")
+            specs.append(SiteSpec(planned.site.index, ttt, same, site_config, planned.uniform_mask))
         conversions[owner] = Conversion(owner, tuple(specs), len(plan.calls[owner]))
         for args, kwargs, training, traced in plan.traces[owner]:
             if isinstance(modules[owner], torch.fx.GraphModule):
@@ -163,7 +164,11 @@ def _free_name(parent: nn.Module, taken: Sequence[str]) -> str:
 def add_recorders(modules: dict[str, nn.Module], sources: Sequence[GridSource], state: GridState) -> None:
     """Hook the modules that tell the token grid."""
     for source in sources:
-        recorder = GridRecorder(state, source_name(source), source.leaf, source.dims, source.side == "input")
+        recorder: GridRecorder
+        if source.path:
+            recorder = PackedRecorder(state, source_name(source), source.path)
+        else:
+            recorder = GridRecorder(state, source_name(source), source.leaf, source.dims, source.side == "input")
         module = modules[source.module]
         if source.side == "output":
             module.register_forward_hook(recorder)

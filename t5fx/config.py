@@ -30,6 +30,8 @@ class TTTConfig:
     key_norm, key_norm_eps: standardise the keys over the tokens. Without it, training diverges (T5).
     dwc: side of the depthwise convolution on queries and keys (odd, 3 or more), or None for none.
     init_std: standard deviation of the inner weights' truncated normal start.
+    drop_bias: convert sites that add a float bias or mask to the scores (relative positions of Swin, BEiT,
+        MaxViT), and leave the bias out; the report says so. Boolean and causal masks are never dropped.
 
     Raises ConfigError on a value that can't be used.
     """
@@ -42,6 +44,7 @@ class TTTConfig:
     key_norm_eps: float = 1.0
     dwc: int | None = 3
     init_std: float = 0.02
+    drop_bias: bool = False
     #: The string by which the operators know ``inner``.
     inner_name: str = field(init=False, repr=False, compare=False, default="")
 
@@ -54,8 +57,9 @@ class TTTConfig:
         _check_loss(self.loss)
         for name in ("inner_lr", "hidden_ratio", "key_norm_eps", "init_std"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
-        if not isinstance(self.key_norm, bool):
-            raise ConfigError(f"key_norm must be True or False, got {self.key_norm!r}")
+        for name in ("key_norm", "drop_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.dwc is not None and (type(self.dwc) is not int or self.dwc < 3 or self.dwc % 2 == 0):
             raise ConfigError(
                 f"dwc must be an odd kernel size of 3 or more, or None for no convolution: got {self.dwc!r}"

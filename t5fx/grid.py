@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .capture import packed
 from .errors import LayoutError
 
 Grid = tuple[int, ...]
@@ -98,6 +99,21 @@ class GridRecorder:
         if not isinstance(tree, Tensor):
             tree = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)][self.leaf]
         self.state.record(self.source, tuple(tree.shape[d] for d in self.dims))
+
+
+class PackedRecorder(GridRecorder):
+    """A forward pre-hook of the model that notes what one of its inputs says of the grid (packed latents)."""
+
+    def __init__(self, state: GridState, source: str, path: str) -> None:
+        super().__init__(state, source, 0, (), True)
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # reading numbers would break the graph: the grid of the last call, or t5fx.grid, holds
+        grid = packed.read(module, args, rest[-1], self.path)
+        if grid is not None:
+            self.state.record(self.source, grid)
 
 
 class SiteLayout:

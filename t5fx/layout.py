@@ -47,6 +47,8 @@ class Found:
 
 def source_name(source: GridSource) -> str:
     """A readable key: ``patch_embed.proj`` for an output, ``block(input)`` for an input."""
+    if source.path:
+        return f"input {source.path}"
     name = source.module or "model"
     suffix = "" if source.side == "output" else "(input)"
     return f"{name}{suffix}" + (f"[{source.leaf}]" if source.leaf else "")
@@ -106,19 +108,32 @@ def _derive(seen: Seen, site: Site) -> Found | Refusal:
     axis = seen.key_axes[-2]
     parts = list(axis[0].parts) if len(axis) == 1 and axis[0].parts else [axis]
     grids = [i for i, part in enumerate(parts) if _is_grid(part)]
+    row = [i for i, part in enumerate(parts) if len(part) == 1 and id(part[0]) in seen.packed]
+    if len(row) == 1 and not grids:
+        packed, grid = seen.packed[id(parts[row[0]][0])]
+        return _around(row[0], parts, grid, packed, f"grid of {source_name(packed)}")
     if len(grids) == 1:
         at = grids[0]
         grid = tuple(atom.size for atom in parts[at])
-        sizes = [size_of(part) for part in parts]
-        layout = TokenLayout(sum(sizes[:at]), grid, sum(sizes[at + 1 :]))
         source = seen.source_of(parts[at])
-        prefix, suffix = _count(parts[:at]), _count(parts[at + 1 :])
-        if prefix is None and suffix is None:
-            prefix = layout.prefix  # both vary: only one can be what is left
         words = f"grid of {source_name(source)}" if source else "grid of the example inputs, fixed"
-        return Found(layout, LayoutRule(source, grid, prefix, suffix), words)
+        return _around(at, parts, grid, source, words)
     if len(grids) > 1:
         return _unknown(site, f"its tokens hold {len(grids)} grids")
+    return _no_grid(site, axis, parts)
+
+
+def _around(at: int, parts: list[Axis], grid: tuple[int, ...], source: GridSource | None, words: str) -> Found:
+    """The grid is part ``at``; what is before and after it is prefix and suffix."""
+    sizes = [size_of(part) for part in parts]
+    layout = TokenLayout(sum(sizes[:at]), grid, sum(sizes[at + 1 :]))
+    prefix, suffix = _count(parts[:at]), _count(parts[at + 1 :])
+    if prefix is None and suffix is None:
+        prefix = layout.prefix  # both vary: only one can be what is left
+    return Found(layout, LayoutRule(source, grid, prefix, suffix), words)
+
+
+def _no_grid(site: Site, axis: Axis, parts: list[Axis]) -> Found | Refusal:
     if rank_of(axis) in (ax.INDEX, ax.PARAM):
         what = "token ids" if rank_of(axis) == ax.INDEX else "learned tokens"
         return Found(TokenLayout(), None, f"no grid: {what}")
@@ -157,4 +172,4 @@ def grid_axes(layout: TokenLayout | None) -> int:
 
 
 def recorder_key(source: GridSource) -> tuple[Any, ...]:
-    return (source.module, source.side, source.leaf, source.dims)
+    return (source.module, source.side, source.leaf, source.dims, source.path)

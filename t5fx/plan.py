@@ -30,7 +30,6 @@ _KIND_REFUSALS = {
     "cross": "cross attention: {queries} queries read {keys} tokens from elsewhere, so its cost is linear in the "
     "queries already and TTT has nothing to win",
     "pooling": "attention pooling: {queries} learned or single quer{y} read the tokens, so its cost is linear already",
-    "window": "window attention: {keys} tokens a window, so its cost is linear in the tokens already",
     "channel": "attention over channels (XCA), not over tokens: its cost is linear already",
     "unknown": "queries and keys come through an operator that t5fx does not know, so it can't tell self- from "
     "cross-attention: pass layout= to say that they are the same tokens",
@@ -45,6 +44,7 @@ class PlannedSite:
     owner: str  # the module that is traced and installed; site.owner lies in it (a GraphModule holds many)
     match: Match | None = None
     rule: LayoutRule | None = None
+    uniform_mask: bool = False
 
 
 @dataclass
@@ -145,8 +145,11 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
     call, found = seen.call, None
     if seen.owner in plan.calls:
         traced = plan.calls[seen.owner][seen.index]
-        found = traced if isinstance(traced, Refusal) else match(traced)
-        call = call if isinstance(traced, Refusal) else traced
+        if isinstance(traced, Refusal):
+            found = traced
+        else:
+            found = match(traced, drop_bias=plan.config.drop_bias, uniform_mask=seen.mask_is_uniform)
+            call = traced
     owner, index = _place(seen, modules, plan)
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     name = owner if index == 0 else f"{owner}:{index}"
@@ -162,7 +165,7 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         keys=int(key[-2]),
         head_dim=int(query[-1]),
         value_dim=int(value[-1]),
-        mask=mask_kind(call),
+        mask="key padding" if seen.mask_is_uniform else mask_kind(call),
         notes=found.notes if isinstance(found, Match) else (),
     )
     layout_found = find(seen, site, layout)
@@ -190,7 +193,7 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         break_even_tokens=cost.break_even_tokens,
         refusal=refusal,
     )
-    return PlannedSite(site, seen.owner, found if isinstance(found, Match) else None, rule)
+    return PlannedSite(site, seen.owner, found if isinstance(found, Match) else None, rule, seen.mask_is_uniform)
 
 
 def _refusal(site: Site, found: Match | Refusal | None, layout: Found | Refusal, config: TTTConfig) -> Refusal | None:

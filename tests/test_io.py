@@ -1,4 +1,4 @@
-"""save and load: a folder of safetensors and JSON, and a recipe that does not fit changes nothing."""
+"""save and load: a folder of safetensors and JSON, there and back."""
 
 import copy
 import json
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import fx, nn
-from toys import ViT, assert_same_state, images, louder, state, vit
+from toys import assert_same_state, fine_tune, images, louder, run, save_a_toy, state, vit
 from zoo import build
 
 import t5fx
@@ -18,55 +18,10 @@ from t5fx.errors import RecipeError, T5fxError
 from t5fx.io import RECIPE, WEIGHTS
 
 
-def first_tensor(output):
-    if isinstance(output, torch.Tensor):
-        return output
-    return output[0] if isinstance(output, tuple) else output.last_hidden_state
-
-
-def run(model, args, kwargs):
-    with torch.no_grad():
-        return first_tensor(model(*args, **kwargs))
-
-
-def fine_tune(model, args, kwargs):
-    """Two steps that move every parameter."""
-    optimizer = torch.optim.AdamW(t5fx.param_groups(model, 1e-3))
-    for _ in range(2):
-        optimizer.zero_grad()
-        first_tensor(model(*args, **kwargs)).square().mean().backward()
-        optimizer.step()
-    return model
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A fine-tuned toy in a folder, and what it answers; tests that tamper work on a copy."""
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("saved")
-    model = vit(depth=3)
-    t5fx.linearize(model, t5fx.last(2), example_inputs=images())
-    fine_tune(model, (images(),), {})
-    x = images()
-    t5fx.save(model, folder)
-    return folder, x, run(model, (x,), {})
-
-
-def copied(folder, to):
-    to.mkdir()
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    return to
-
-
-def tamper(folder, change):
-    recipe = json.loads((folder / RECIPE).read_text())
-    change(recipe)
-    (folder / RECIPE).write_text(json.dumps(recipe))
-    return folder
-
-
-# ---- there and back ---------------------------------------------------------------------------------------------
+    """A fine-tuned toy in a folder, an image, and what the toy answers to it."""
+    return save_a_toy(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize("name", ["timm/vit_tiny", "diffusers/SD3_dual", "transformers/ViT"])
@@ -126,7 +81,7 @@ def test_a_loaded_model_compiles_at_once(name, tmp_path):
     t5fx.linearize(model, t5fx.everything, example_inputs=(args, kwargs))
     t5fx.save(model, tmp_path)
     fresh = t5fx.load(build(name, seed=7)[0], tmp_path)
-    for training in (False, True):
+    for training in (False, True) if name == "timm/vit_tiny" else (False,):
         torch._dynamo.reset()
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(fresh.train(training), backend=counter, fullgraph=True)
@@ -260,177 +215,6 @@ def test_a_model_that_cant_be_saved_says_why(tmp_path):
     with pytest.raises(T5fxError, match="meta device"):
         t5fx.save(t5fx.linearize(vit(), example_inputs=images()).to("meta"), tmp_path / "meta")
     assert not list(tmp_path.iterdir())
-
-
-# ---- recipes that do not fit ------------------------------------------------------------------------------------
-
-
-class Other(ViT):
-    pass
-
-
-def renamed():
-    model = vit(depth=3)
-    model.tail = model._modules.pop("head")
-    return model
-
-
-def extra():
-    model = vit(depth=3)
-    model.more = nn.Linear(2, 2)
-    return model
-
-
-class Swapped(type(vit().blocks[0].attn)):
-    """Has the same parameters as the attention that was converted."""
-
-
-def swapped():
-    model = vit(depth=3)
-    model.blocks[2].attn = Swapped().double()
-    return model
-
-
-MODELS = {
-    "another class": (lambda: Other(depth=3), r"ViT.*Other"),
-    "fewer blocks": (lambda: vit(depth=2), r"'blocks\.2\.norm\.weight'.*none of that name"),
-    "more blocks": (lambda: vit(depth=4), r"'blocks\.3\.norm\.weight'.*has not"),
-    "another width": (lambda: vit(depth=3, dim=32), r"'cls' is \[1, 1, 32\].*\[1, 1, 16\]"),
-    "a renamed module": (renamed, r"'head\.weight'"),
-    "one tensor more": (extra, r"'more\.weight'"),
-    "another owner": (swapped, r"'blocks\.2\.attn' is a .*Swapped.*Attention"),
-    "on the meta device": (lambda: vit(depth=3).to("meta"), r"'cls' is on the meta device.*to_empty"),
-    "linearized": (
-        lambda: t5fx.linearize(vit(depth=3), example_inputs=images()), r"linearized already.*revert",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MODELS)
-def test_a_model_that_does_not_fit_is_refused_and_left_as_it_was(case, saved):
-    make, message = MODELS[case]
-    model = make()
-    before = state(model)
-    with pytest.raises(RecipeError, match=message):
-        t5fx.load(model, saved[0])
-    assert_same_state(before, state(model), but=("rng",))
-
-
-def site(recipe, owner=1):
-    return recipe["owners"][owner]["sites"][0]
-
-
-def inside(path, value):
-    """A change of the recipe: set what the path leads to."""
-
-    def change(recipe):
-        *way, last = path
-        for step in way:
-            recipe = recipe[step]
-        recipe[last] = value
-
-    return change
-
-
-def without(*path):
-    def change(recipe):
-        *way, last = path
-        for step in way:
-            recipe = recipe[step]
-        del recipe[last]
-
-    return change
-
-
-RECIPES = {
-    "another format": (inside(["format"], "x"), "not a recipe"),
-    "a newer version": (inside(["version"], 2), r"version 2.*reads version 1.*update"),
-    "no owners": (without("owners"), "lacks 'owners'"),
-    "an unknown owner": (inside(["owners", 1, "name"], "blocks.9.attn"), r"owner 'blocks\.9\.attn'"),
-    "an owner that is no attention": (inside(["owners", 1, "name"], "blocks.2.norm"), r"'blocks\.2\.norm' is a"),
-    "another owner class": (inside(["owners", 1, "class"], "os.system"), r"'blocks\.2\.attn' is a .*os\.system"),
-    "an unknown grid source": (inside(["sources", 0, "module"], "stem"), r"grid source 'stem'"),
-    "a config field": (inside(["config", "warp"], 1), "warp"),
-    "a config value": (inside(["config", "dwc"], 4), "dwc"),
-    "another config": (inside(["config", "inner"], "mlp"), r"w2.*\[2, 8, 8\]|w3"),
-    "a wider inner model": (inside(["config", "hidden_ratio"], 2.0), r"ttt\.w1' is \[2, 8, 8\].*\[2, 8, 16\]"),
-    "other heads": (inside(["owners", 1, "sites", 0, "heads"], 4), r"blocks\.2\.attn\.ttt\.w1"),
-    "a taken name": (inside(["owners", 1, "sites", 0, "ttt"], "qkv"), "qkv"),
-    "a name with a dot": (inside(["owners", 1, "sites", 0, "ttt"], "a.b"), "a.b"),
-    "no index": (without("owners", 1, "sites", 0, "index"), "index"),
-    "an index too far": (inside(["owners", 1, "sites", 0, "index"], 3), "recipe"),
-    "more attention calls": (inside(["owners", 1, "attention_calls"], 2), r"blocks\.2\.attn.*attention"),
-    "an unknown dtype": (inside(["owners", 1, "calls", 0, "call"], {"tensor": [1], "strides": [1], "dtype": "f"}), "f"),
-    "a call of another kind": (inside(["owners", 1, "calls", 0, "call"], {"object": ["os"]}), "object"),
-    "owners as a number": (inside(["owners"], 3), "recipe"),
-    "a report of nothing": (inside(["report"], [{}]), "recipe"),
-    "a base tensor": (inside(["base", "tensors", "cls"], [1, 1, 8]), r"'cls'.*\[1, 1, 8\]"),
-    "no base class": (without("base", "class"), "class"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", RECIPES)
-def test_a_recipe_that_was_changed_is_refused_and_the_model_left_as_it_was(case, saved, tmp_path):
-    change, message = RECIPES[case]
-    folder = tamper(copied(saved[0], tmp_path / "copy"), change)
-    model = vit(depth=3)
-    x = images()
-    expected = model(x)
-    before = state(model)
-    with pytest.raises(RecipeError, match=message):
-        t5fx.load(model, folder)
-    assert_same_state(before, state(model), but=("rng",))
-    assert torch.equal(model(x), expected)
-
-
-def rewrite_tensors(folder, change):
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
-
-
-FILES = {
-    "no recipe": (lambda f: (f / RECIPE).unlink(), r"t5fx\.json"),
-    "broken JSON": (lambda f: (f / RECIPE).write_text('{"format": "t5fx", '), "not JSON"),
-    "binary": (lambda f: (f / RECIPE).write_bytes(b"\x80\x04\xff"), "not JSON"),
-    "a list": (lambda f: (f / RECIPE).write_text("[]"), "not a recipe"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), r"model\.safetensors"),
-    "cut weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "damaged"),
-    "a tensor missing": (
-        lambda f: rewrite_tensors(f, lambda t: t.pop("blocks.1.attn.ttt.w2")), r"no tensor 'blocks\.1\.attn\.ttt\.w2'",
-    ),
-    "a tensor too many": (
-        lambda f: rewrite_tensors(f, lambda t: t.update(more=torch.zeros(1))), r"'more'",
-    ),
-    "another shape": (
-        lambda f: rewrite_tensors(f, lambda t: t.update(cls=torch.zeros(1, 2))), r"'cls' is \[1, 2\].*\[1, 1, 16\]",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_a_folder_that_is_not_whole_is_refused_and_the_model_left_as_it_was(case, saved, tmp_path):
-    damage, message = FILES[case]
-    folder = copied(saved[0], tmp_path / "copy")
-    damage(folder)
-    model = vit(depth=3)
-    before = state(model)
-    with pytest.raises(RecipeError, match=message):
-        t5fx.load(model, folder)
-    assert_same_state(before, state(model), but=("rng",))
-
-
-def test_a_model_that_runs_another_attention_is_refused(tmp_path):
-    """The class fits, but this instance makes no attention call that could be replaced."""
-    model, args, kwargs = build("timm/vit_tiny")
-    t5fx.linearize(model, t5fx.everything, example_inputs=(args, kwargs))
-    t5fx.save(model, tmp_path)
-    fresh, _, _ = build("timm/vit_tiny")
-    fresh.blocks[1].attn.fused_attn = False
-    before = state(fresh)
-    with pytest.raises(RecipeError, match=r"blocks\.1\.attn.*0"):
-        t5fx.load(fresh, tmp_path)
-    assert_same_state(before, state(fresh), but=("rng",))
 
 
 def test_a_copy_of_a_loaded_model_is_its_own(saved):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -125,3 +127,34 @@ def assert_same_state(before: dict, after: dict, *, but: tuple[str, ...] = ()) -
         assert value is None or torch.equal(now[2], value), name
     if "rng" not in but:
         assert torch.equal(after["rng"], before["rng"])
+
+
+def first_tensor(output):
+    if isinstance(output, torch.Tensor):
+        return output
+    return output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+
+def run(model, args, kwargs):
+    with torch.no_grad():
+        return first_tensor(model(*args, **kwargs))
+
+
+def fine_tune(model, args, kwargs):
+    """Two steps that move every parameter."""
+    optimizer = torch.optim.AdamW(t5fx.param_groups(model, 1e-3))
+    for _ in range(2):
+        optimizer.zero_grad()
+        first_tensor(model(*args, **kwargs)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def save_a_toy(folder: Path) -> tuple[Path, Tensor, Tensor]:
+    """A fine-tuned toy of three blocks, two of them converted: its folder, an image and the answer to it."""
+    torch.manual_seed(1)
+    model = vit(depth=3)
+    t5fx.linearize(model, t5fx.last(2), example_inputs=images())
+    fine_tune(model, (images(),), {})
+    x = images()
+    return t5fx.save(model, folder), x, run(model, (x,), {})

@@ -37,6 +37,10 @@ class Atom:
     siblings: tuple[Atom, ...] = field(default=(), repr=False)
     whole: tuple[Atom, ...] = ()  # not empty: a slice of this axis,
     start: int = 0  # from here on
+    unrolled: Atom | None = None  # not None: this atom rolled in a circle,
+    turned: int = 0  # by so much
+    core: tuple[Atom, ...] = ()  # not empty: this axis padded,
+    before: int = 0  # with so much before it
 
     def rank(self) -> int:
         return max((atom.rank() for part in self.parts for atom in part), default=self.origin)
@@ -60,6 +64,11 @@ def _slice_of(axis: Axis) -> Axis:
 
 def size_of(axis: Iterable[Atom]) -> int:
     return math.prod(atom.size for atom in axis)
+
+
+def essential(axis: Axis) -> Axis:
+    """The axis without the atoms of size 1 that an ``unsqueeze`` left in it."""
+    return tuple(atom for atom in axis if atom.size != 1 or atom.rank() > OTHER) if len(axis) > 1 else axis
 
 
 def rank_of(axis: Axis) -> int:
@@ -95,6 +104,34 @@ class Algebra:
             self._memo[key] = pair
         return self._memo[key]  # type: ignore[return-value]
 
+    def roll(self, axis: Axis, shift: int) -> Axis:
+        """A single axis rolled in a circle (shifted windows); rolled back it is itself again."""
+        if len(axis) != 1 or axis[0].parts or axis[0].rank() != SPATIAL:
+            return self.new(size_of(axis), OTHER)
+        base, turned = axis[0], shift
+        if base.unrolled is not None:
+            base, turned = base.unrolled, base.turned + shift
+        turned %= base.size
+        if turned == 0:
+            return (base,)
+        key = ("roll", id(base), turned)
+        if key not in self._memo:
+            rolled = self.new(base.size, SPATIAL, base.label)
+            rolled[0].unrolled, rolled[0].turned = base, turned
+            self._keep.append(base)
+            self._memo[key] = rolled
+        return self._memo[key]  # type: ignore[return-value]
+
+    def pad(self, axis: Axis, before: int, after: int) -> Axis:
+        """An axis with something put before and after it; cut off again it is itself."""
+        if not before and not after:
+            return axis
+        padded = self.new(size_of(axis) + before + after, SPATIAL if rank_of(axis) == SPATIAL else OTHER)
+        if before >= 0 and after >= 0:
+            padded[0].core, padded[0].before = axis, before
+            self._keep.extend(axis)
+        return padded
+
     def join(self, axes: Sequence[Axis]) -> Axis:
         """The axis that ``torch.cat`` makes of ``axes``."""
         parts: list[Axis] = []
@@ -127,6 +164,8 @@ class Algebra:
         """The axis that slicing makes; whole parts of a joined axis keep their identity."""
         if length == size_of(axis) and step == 1:
             return axis
+        if len(axis) == 1 and axis[0].core and (start, length, step) == (axis[0].before, size_of(axis[0].core), 1):
+            return axis[0].core
         if step == 1 and len(axis) == 1 and axis[0].parts:
             at, chosen = 0, []
             for part in axis[0].parts:

@@ -22,7 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
 from ..passes.canonicalize import SDPA_FUNCTIONS, AttentionCall, bind
+from ..passes.registry import FUNCTIONS, in_the_open
 from . import axes as ax
+from . import packed
 from .axes import Atom, Axis
 from .dryrun import evaluating, new_fake_mode, on_meta, preserved, to_fake
 from .track import AxisTracker
@@ -33,13 +35,15 @@ class GridSource:
     """Where the token grid can be read at run time: sizes of a tensor that passes through a module.
 
     ``side`` is "output" or "input"; ``leaf`` counts the tensors of the output, or of ``(args, kwargs)``; ``dims``
-    are the axes whose sizes are the grid.
+    are the axes whose sizes are the grid.  With a ``path`` the grid is what that input of the model says
+    (:mod:`t5fx.capture.packed`), for the token axis of ``leaf``.
     """
 
     module: str
     side: str
-    leaf: int
-    dims: tuple[int, ...]
+    leaf: int = 0
+    dims: tuple[int, ...] = ()
+    path: str = ""
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Seen:
     query_axes: list[Axis]
     key_axes: list[Axis]
     sources: dict[tuple[int, ...], GridSource] = field(repr=False, default_factory=dict)
+    packed: dict[int, tuple[GridSource, tuple[int, ...]]] = field(repr=False, default_factory=dict)
+    mask_is_uniform: bool = False
 
     def source_of(self, grid: tuple[Atom, ...]) -> GridSource | None:
         return self.sources.get(tuple(map(id, grid)))
@@ -81,6 +87,7 @@ class _Observer(TorchFunctionMode):
         self.seen: list[Seen] = []
         self.owner_calls: dict[str, list] = {}
         self.sources: dict[tuple[int, ...], GridSource] = {}
+        self.packed: dict[int, tuple[GridSource, tuple[int, ...]]] = {}
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -137,6 +144,9 @@ class _Observer(TorchFunctionMode):
             self._record("mha", AttentionCall(*batch_last, attn_mask=mask, is_causal=named.get("is_causal", False)))
             with self.tracker.quiet():
                 return func(*args, **kwargs)
+        if func in FUNCTIONS:
+            with self:  # taught by passes.register: look inside
+                return FUNCTIONS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     @staticmethod
@@ -161,8 +171,14 @@ class _Observer(TorchFunctionMode):
         index = top["sites"]
         top["sites"] += 1
         if len(calls) == 1 or all(s.owner != top["name"] or s.index != index for s in self.seen):
-            query_axes, key_axes = self.tracker.axes(call.query), self.tracker.axes(call.key)
-            self.seen.append(Seen(top["name"], index, form, call, query_axes, key_axes, dict(self.sources)))
+            query_axes = [ax.essential(axis) for axis in self.tracker.axes(call.query)]
+            key_axes = [ax.essential(axis) for axis in self.tracker.axes(call.key)]
+            seen = Seen(top["name"], index, form, call, query_axes, key_axes, dict(self.sources), self.packed)
+            mask = call.attn_mask
+            if form == "sdpa" and mask is not None and mask.dtype == torch.bool:
+                between = range(1, mask.dim() - 1) if mask.dim() == 4 else range(mask.dim() - 1)
+                seen.mask_is_uniform = all(self.tracker.constants.uniform(mask, d) for d in between)
+            self.seen.append(seen)
 
 
 def is_spatial(atom: Atom) -> bool:
@@ -192,10 +208,11 @@ def discover(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Discovery
 
 
 def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensorMode, real: bool) -> Discovery:
-    observer = _Observer(model)
+    observer, given = _Observer(model), (args, kwargs)
     device = torch.device("meta") if on_meta(model) else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(in_the_open())
         stack.enter_context(preserved(model))
         stack.enter_context(evaluating(model))
         stack.enter_context(observer.hooked(model))
@@ -213,6 +230,11 @@ def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensor
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for i, leaf in enumerate(leaves):
             observer.tracker.put_input(leaf, f"input{i}")
+            if leaf.is_floating_point() and leaf.dim() == 3:
+                found = packed.find(model, *given, int(leaf.shape[1]))
+                if found is not None:
+                    atom = observer.tracker.axes(leaf)[1][0]
+                    observer.packed[id(atom)] = (GridSource("", "input", path=found[0]), found[1])
         with observer:
             output = model(*args, **kwargs)
             observer.tracker.used([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])

@@ -20,9 +20,9 @@ from ..config import TTTConfig
 from ..errors import CaptureError
 from ..passes.canonicalize import AttentionCall, bind, canonicalize, occurrences
 from ..passes.match import match, value_of
-from ..passes.mha import FORWARDS
+from ..passes.registry import FORWARDS
 from ..passes.rewrite import rewrite
-from ..passes.written import Obstacle
+from ..passes.written import Obstacle, sweep
 from ..site import Refusal
 from .dryrun import new_fake_mode, preserved, to_fake
 from .trace import Traced, is_hole, trace
@@ -33,13 +33,15 @@ class SiteSpec:
     """One converted site of an owner.
 
     ``index``: which of the owner's attention calls; ``ttt``: where its weights are, seen from the owner;
-    ``self_attention``: queries and keys are the same tokens; ``config``: without ``dwc`` where there is no grid.
+    ``self_attention``: queries and keys are the same tokens; ``config``: without ``dwc`` where there is no grid;
+    ``uniform_mask``: its boolean mask is spread over the queries, and compared in every call.
     """
 
     index: int
     ttt: str
     self_attention: bool
     config: TTTConfig
+    uniform_mask: bool = False
 
 
 class Entry:
@@ -222,7 +224,7 @@ def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> f
     for spec in conversion.sites:
         try:
             node = canonicalize(graph, nodes[spec.index], values, owner.get_submodule, traced.mode)
-            found: Any = match(_operands(node, values))
+            found: Any = match(_operands(node, values), drop_bias=spec.config.drop_bias, uniform_mask=spec.uniform_mask)
         except Obstacle as obstacle:
             found = Refusal("form", str(obstacle))
         if isinstance(found, Refusal):
@@ -231,6 +233,7 @@ def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> f
                 "the selection if the model needs such calls"
             )
         rewrite(graph, node, found, spec.config, spec.ttt, spec.self_attention)
+    sweep(graph)
     return graph
 
 

@@ -46,7 +46,11 @@ def expect_length(value: Any, traced: int) -> Any:
 
 
 class ValueProxy(Proxy):
-    """A proxy with a value.  It passes ``isinstance(x, torch.Tensor)`` and ``isinstance(n, int)``."""
+    """A proxy with a value.
+
+    While a trace is on, ``isinstance(proxy, torch.Tensor)`` is answered by the value (see :func:`t5fx.capture.trace`);
+    a ``__class__`` that says so would make PyTorch's C++ code take the proxy for a tensor, and crash.
+    """
 
     tracer: OwnerTracer
     value: Any
@@ -54,12 +58,6 @@ class ValueProxy(Proxy):
     def __init__(self, node: fx.Node, tracer: OwnerTracer, value: Any) -> None:
         super().__init__(node, tracer)
         self.__dict__["value"] = value
-
-    @property  # type: ignore[misc]
-    def __class__(self):
-        value = self.__dict__.get("value")
-        plain = isinstance(value, (int, float, torch.dtype))
-        return Tensor if isinstance(value, Tensor) else type(value) if plain else ValueProxy
 
     def __getattr__(self, name: str) -> Any:
         if name in ("node", "tracer", "value") or (name.startswith("__") and name.endswith("__")):

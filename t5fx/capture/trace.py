@@ -12,6 +12,7 @@ offload hooks) keeps working.  Parameters and buffers become ``get_attr``.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import operator
 import threading
@@ -27,10 +28,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import CaptureError
-from ..passes.mha import FUNCTIONS
+from ..passes.registry import FUNCTIONS, in_the_open
 from .dryrun import preserved
 from .proxy import ValueProxy, expect_length, is_proxy
 
+_SIZED = ("empty", "zeros", "ones", "full", "arange", "linspace", "eye", "rand", "randn")
 _PATCHING = threading.RLock()  # tracing patches nn.Module for its own proxies; one thread at a time
 
 
@@ -159,8 +161,9 @@ class _Factories(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _patched(tracer: OwnerTracer) -> Iterator[None]:
-    """Inside, calls of submodules with proxies and reads of parameters are recorded (as torch.fx itself does)."""
-    call, getattribute = nn.Module.__call__, nn.Module.__getattr__
+    """Inside, calls of submodules with proxies and reads of parameters are recorded (as torch.fx itself does), and
+    ``isinstance`` sees the values of proxies."""
+    call, getattribute, is_instance = nn.Module.__call__, nn.Module.__getattr__, builtins.isinstance
     thread = threading.get_ident()
 
     def traced_call(module, *args, **kwargs):
@@ -178,12 +181,32 @@ def _patched(tracer: OwnerTracer) -> Iterator[None]:
         qualified = tracer.tensor_names.get(id(found))
         return found if qualified is None else tracer.attribute(qualified, found)
 
+    factories = {name: getattr(torch, name) for name in _SIZED}
+
+    def traced_factory(function):  # the C++ parser takes no proxy for a size
+        def make(*args, **kwargs):
+            proxies = not tracer.executing and any(map(is_proxy, tree_leaves((args, kwargs))))
+            if proxies and threading.get_ident() == thread:
+                return tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return make
+
+    def traced_isinstance(x, kinds):
+        return is_instance(x, kinds) or (type(x) is ValueProxy and is_instance(x.value, kinds))
+
     with _PATCHING:
         nn.Module.__call__, nn.Module.__getattr__ = traced_call, traced_getattr  # type: ignore[method-assign]
+        builtins.isinstance = traced_isinstance  # type: ignore[assignment]
+        for name, function in factories.items():
+            setattr(torch, name, traced_factory(function))
         try:
             yield
         finally:
+            for name, function in factories.items():
+                setattr(torch, name, function)
             nn.Module.__call__, nn.Module.__getattr__ = call, getattribute  # type: ignore[method-assign]
+            builtins.isinstance = is_instance
 
 
 def trace(owner: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any], mode: FakeTensorMode) -> Traced:
@@ -214,7 +237,7 @@ def _trace(tracer: OwnerTracer, forward: Any, args: tuple, kwargs: dict[str, Any
     call_args, call_kwargs = tree_unflatten(inputs, spec)
     before = dict(owner.__dict__)
     try:
-        with preserved(owner), torch.no_grad(), _patched(tracer), _Factories(tracer):
+        with preserved(owner), torch.no_grad(), in_the_open(), _patched(tracer), _Factories(tracer):
             out = forward(owner, *call_args, **call_kwargs)
             kept = [k for k, v in owner.__dict__.items() if before.get(k) is not v and _holds_proxy(v)]
         if kept:

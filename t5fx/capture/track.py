@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .axes import INDEX, INPUT, OTHER, PARAM, SPATIAL, Algebra, Axis, rank_of
+from .constants import Constants
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ _SAME = {
     aten.clone, aten.contiguous, aten._to_copy, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy,
     aten.native_layer_norm, aten.native_group_norm, aten.native_batch_norm, aten._native_batch_norm_legit_no_training,
     aten._softmax, aten._safe_softmax, aten._log_softmax, aten.native_dropout, aten.cumsum, aten._fused_rms_norm,
-    aten.constant_pad_nd, aten.copy, aten.copy_, aten.fill, aten.zeros_like, aten.empty_like, aten.bernoulli,
+    aten.copy, aten.copy_, aten.fill, aten.zeros_like, aten.empty_like, aten.bernoulli,
     aten.cudnn_batch_norm, aten._batch_norm_with_update, aten.native_batch_norm_backward,
 }  # fmt: skip
 _VIEW = {aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.view_copy, aten.unflatten, aten.flatten}
@@ -34,9 +35,9 @@ _SPATIAL_OPS = {
     aten.upsample_nearest2d, aten._upsample_bicubic2d_aa, aten._upsample_bilinear2d_aa, aten._upsample_nearest_exact2d,
     aten.upsample_nearest3d, aten.mkldnn_convolution, aten.pixel_unshuffle,
 }  # fmt: skip
-_REORDER = {aten.roll, aten.flip, aten.sort, aten.gather, aten.scatter, aten.topk}
+_REORDER = {aten.flip, aten.sort, aten.gather, aten.scatter, aten.topk}
 SCORES, PROBABILITIES = "scores", "probabilities"
-_THROUGH = _SAME | _VIEW | {aten.expand, aten.transpose, aten.permute, aten.masked_fill, aten.where, aten.cat}
+_THROUGH = _SAME | _VIEW | {aten.expand, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.masked_fill, aten.where, aten.cat}
 
 
 class AxisTracker(TorchDispatchMode):
@@ -54,6 +55,7 @@ class AxisTracker(TorchDispatchMode):
         self._stage: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._on_written = on_written
         self._quiet = 0
+        self.constants = Constants()
         self._maps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self.maps_used: set[str] = set()
 
@@ -117,6 +119,7 @@ class AxisTracker(TorchDispatchMode):
                 rank = max((rank_of(a) for t in tensors for a in self.axes(t)), default=PARAM)
                 axes = self.algebra.fresh(result.shape, PARAM if rank == PARAM else OTHER)
             self.put(result, axes)
+        self.constants.follow(func, args, kwargs, results[0])
         self._attention(func, packet, args, tensors, results[0])
         return out
 
@@ -134,6 +137,15 @@ class AxisTracker(TorchDispatchMode):
             return [*self.axes(tensors[1]), self.axes(tensors[0])[-1]]
         if packet in _SPATIAL_OPS:
             return self._spatial(axes, first, result)
+        if packet is aten.roll and len(args) > 2 and args[2]:
+            rolled = list(axes)
+            for shift, dim in zip(args[1], args[2], strict=True):
+                rolled[dim % first.dim()] = self.algebra.roll(rolled[dim % first.dim()], shift)
+            return rolled
+        if packet is aten.constant_pad_nd:
+            amounts = list(args[1]) + [0] * (2 * first.dim() - len(args[1]))
+            pairs = list(zip(amounts[::2], amounts[1::2], strict=True))[::-1]
+            return [self.algebra.pad(axis, *pair) for axis, pair in zip(axes, pairs, strict=True)]
         if packet in _REORDER:
             return [a if s == 1 else self.algebra.new(s, OTHER) for a, s in zip(axes, result.shape, strict=False)]
         if packet is aten.cat:
