@@ -128,4 +128,3 @@ def _sdpa_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, heads:
         for m in masks
     ]
     return floats[0] if len(floats) == 1 else floats[0] + floats[1]
-

@@ -6,8 +6,8 @@
         return out.transpose(1, 2)
 
 A registered function takes what the original takes, returns what it returns, and says in the open, around
-``F.scaled_dot_product_attention``, what it computes.  Discovery and tracing call it instead of the original, so that the
-site inside is found, matched and rewritten like any other; a model that is not converted never calls it.  What is
+``F.scaled_dot_product_attention``, what it computes.  Discovery and tracing call it instead of the original, so that
+the site inside is found, matched and rewritten like any other; a model that is not converted never calls it.  What is
 registered can be:
 
 - a torch function or operator (anything that a ``TorchFunctionMode`` sees): pass it;

@@ -53,7 +53,8 @@ def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt
             query, key = _convolve(graph, query, key, mask, ttt, self_attention)
         weights = [graph.get_attr(f"{ttt}.{name}") for name in weight_names(config.inner_name)]
         inner = config.inner_name
-        step = (key, value, weights, inner, config.loss, match.scale, config.inner_lr, mask)
+        scale = call.scale if isinstance(call.scale, fx.Node) else match.scale  # a node where sizes decide it
+        step = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)
         fast = graph.call_function(op.inner_step.default, step)
         out = graph.call_function(op.inner_apply.default, (query, fast, inner))
     node.replace_all_uses_with(out)

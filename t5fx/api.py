@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as _KEPT
 
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
@@ -131,6 +132,8 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
             install(modules[owner], conversion, graphs.get(owner))
         add_recorders(modules, record.sources, state)
         model.__dict__["_t5fx"] = record
+        if isinstance(model, torch.fx.GraphModule):
+            model.meta.setdefault(_KEPT, {})["_t5fx"] = record
     except BaseException:
         _undo(model)
         for parent, name, _ in weights:
@@ -187,7 +190,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, config: TTTConfig = T5
     _check(model, config)
     if any(map(is_linearized, model.modules())):
         return report(model)
-    plan = make_plan(model, *normalize(model, example_inputs), config, modes=(False,))
+    plan = make_plan(model, *normalize(model, example_inputs), config)
     return Report(type(model).__name__, tuple(planned.site for planned in plan.sites), config, how=plan.how)
 
 

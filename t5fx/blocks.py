@@ -18,7 +18,8 @@ def assign_blocks(sites: Sequence[Site], classes: Mapping[str, str]) -> list[Sit
 
     The nearest repeated ancestor is the closest element of a list (its name ends in a number) whose class occurs in
     more than one such element; failing that the closest ancestor of a class that occurs more than once; failing that
-    the owner.  Only blocks that hold a convertible site are numbered, in order of execution.
+    the closest element of a list (of one block); failing that the owner.  Only blocks that hold a convertible site are
+    numbered, in order of execution.
     """
     chains = [_ancestors(site.owner) for site in sites]
     elements = Counter(_classes_of({p for chain in chains for p in chain if _is_element(p)}, classes))
@@ -27,7 +28,9 @@ def assign_blocks(sites: Sequence[Site], classes: Mapping[str, str]) -> list[Sit
     for site, chain in zip(sites, chains, strict=True):
         block = next((p for p in chain if _is_element(p) and elements[classes.get(p, p)] > 1), None)
         if block is None:
-            block = next((p for p in chain[1:] if strict[classes.get(p, p)] > 1), site.owner)
+            block = next((p for p in chain[1:] if strict[classes.get(p, p)] > 1), None)
+        if block is None:
+            block = next((p for p in chain if _is_element(p)), site.owner)
         named.append(replace(site, block=block))
     order = list(dict.fromkeys(site.block for site in named if site.convertible))
     index = {block: i for i, block in enumerate(order)}

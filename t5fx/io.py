@@ -61,8 +61,12 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         "aliases": aliases,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / RECIPE).write_text(json.dumps(recipe, indent=1) + "\n")
+    # Under other names first: whoever reads the folder meanwhile, or after a crash, finds the old pair or the new one.
+    weights, text = folder / f"{WEIGHTS}.new", folder / f"{RECIPE}.new"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    text.write_text(json.dumps(recipe, indent=1) + "\n")
+    weights.replace(folder / WEIGHTS)
+    text.replace(folder / RECIPE)
     return folder
 
 
@@ -229,6 +233,7 @@ def _owner_to_dict(name: str, owner: nn.Module) -> dict[str, Any]:
         layout = weights.layout
         sites.append({
             "index": spec.index, "ttt": spec.ttt, "self_attention": spec.self_attention,
+            "uniform_mask": spec.uniform_mask,
             "dwc": spec.config.dwc is not None, **weights.sizes,
             "layout": {"site": layout.site, **layout.to_dict()} if layout is not None else None,
         })  # fmt: skip
@@ -264,7 +269,7 @@ def _install_owner(
         site_config = config if site["dwc"] else config.replace(dwc=None)
         heads, head_dim, value_dim, axes = (site[k] for k in ("heads", "head_dim", "value_dim", "axes"))
         new[site["ttt"]] = TTTWeights(site_config, heads, head_dim, value_dim, layout, axes, **options)
-        specs.append(SiteSpec(site["index"], site["ttt"], site["self_attention"], site_config))
+        specs.append(SiteSpec(site["index"], site["ttt"], site["self_attention"], site_config, site["uniform_mask"]))
     conversion = Conversion(stored["name"], tuple(specs), stored["attention_calls"])
     for call in stored["calls"]:
         conversion.calls.append((_decode(call["call"]), call["training"]))

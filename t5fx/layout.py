@@ -31,6 +31,11 @@ class LayoutRule:
     prefix: int | None
     suffix: int | None
 
+    def agrees(self, other: LayoutRule) -> bool:
+        """Whether both find the same layout in any call."""
+        same = (self.source, self.prefix, self.suffix) == (other.source, other.prefix, other.suffix)
+        return same and (self.source is not None or self.grid == other.grid)
+
     def site_layout(self, site: str, state: GridState) -> SiteLayout:
         source = source_name(self.source) if self.source is not None else None
         return SiteLayout(site, state, source=source, grid=self.grid, prefix=self.prefix, suffix=self.suffix)

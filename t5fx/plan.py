@@ -6,7 +6,6 @@ same refusals because they run the same code, traces included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +54,7 @@ class Plan:
     sites: list[PlannedSite]
     traces: dict[str, list[tuple[tuple, dict[str, Any], bool, Traced]]] = field(default_factory=dict)
     calls: dict[str, list[AttentionCall | Refusal]] = field(default_factory=dict)
+    training_calls: dict[str, list[AttentionCall | Refusal]] = field(default_factory=dict)
     how: str = "dry run"
 
 
@@ -64,14 +64,8 @@ def make_plan(
     kwargs: dict[str, Any],
     config: TTTConfig,
     layout: UserLayout = None,
-    *,
-    modes: tuple[bool, ...] = (False, True),
-    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """Discover, trace and match.
-
-    Args:
-        modes: the values of ``training`` to trace the owners in.
 
     Raises:
         InputError: the model does not run with these inputs.
@@ -89,8 +83,9 @@ def make_plan(
     problems: dict[str, Refusal] = {}
     for owner in dict.fromkeys(seen.owner for seen in discovery.seen):
         try:
-            plan.traces[owner] = _traces(modules[owner], discovery, owner, modes)
-            plan.calls[owner] = _calls(plan.traces[owner], modules[owner], discovery, owner)
+            plan.traces[owner] = _traces(modules[owner], discovery, owner)
+            calls = _calls(plan.traces[owner], modules[owner], discovery, owner)
+            plan.calls[owner], plan.training_calls[owner] = calls[0], calls[-1]
         except CaptureError as error:
             problems[owner] = Refusal(error.code, str(error))
     for owner in discovery.maps_used:
@@ -110,7 +105,8 @@ def make_plan(
     return plan
 
 
-def _traces(owner: nn.Module, discovery: Discovery, name: str, modes: tuple[bool, ...]) -> list:
+def _traces(owner: nn.Module, discovery: Discovery, name: str) -> list:
+    """(args, kwargs, training, trace) for each kind of call, in eval and in train mode."""
     if "forward" in owner.__dict__ and not isinstance(owner, fx.GraphModule):
         raise CaptureError(
             f"the forward of {name!r} was replaced on the instance (as accelerate's hooks do), so a class can't take "
@@ -118,7 +114,7 @@ def _traces(owner: nn.Module, discovery: Discovery, name: str, modes: tuple[bool
         )
     traces, seen = [], set()
     for args, kwargs in discovery.owner_calls[name][:4]:
-        for training in modes if not isinstance(owner, fx.GraphModule) else modes[:1]:
+        for training in (False, True) if not isinstance(owner, fx.GraphModule) else (False,):
             traced = trace_owner(owner, args, kwargs, training)
             text = (str(traced.graph), training)
             if text not in seen:
@@ -127,8 +123,8 @@ def _traces(owner: nn.Module, discovery: Discovery, name: str, modes: tuple[bool
     return traces
 
 
-def _calls(traces: list, owner: nn.Module, discovery: Discovery, name: str) -> list[AttentionCall | Refusal]:
-    """The owner's attention calls, if all its traces agree with the dry run on how many there are."""
+def _calls(traces: list, owner: nn.Module, discovery: Discovery, name: str) -> list[list[AttentionCall | Refusal]]:
+    """The owner's attention calls in each of its traces, if all agree with the dry run on how many there are."""
     calls = [attention_calls(traced, owner) for *_, traced in traces]
     seen = sum(s.owner == name for s in discovery.seen)
     counts = sorted({len(c) for c in calls})
@@ -137,7 +133,7 @@ def _calls(traces: list, owner: nn.Module, discovery: Discovery, name: str) -> l
             f"{name!r} makes {seen} attention call(s) when it runs, but {counts} in its traced graphs: its "
             "forward takes different ways, in train and eval or from call to call"
         )
-    return calls[0]
+    return calls
 
 
 def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: UserLayout) -> PlannedSite:
@@ -166,12 +162,18 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         head_dim=int(query[-1]),
         value_dim=int(value[-1]),
         mask="key padding" if seen.mask_is_uniform else mask_kind(call),
-        notes=found.notes if isinstance(found, Match) else (),
+        notes=_notes(seen, plan) if isinstance(found, Match) else (),
     )
     layout_found = find(seen, site, layout)
     if site.kind == "unknown" and layout is not None and site.queries == site.keys:
         site = site.replace(kind="self")
     refusal = _refusal(site, found, layout_found, plan.config)
+    if refusal is None and any(not _same_use(other, seen, site, layout_found) for other in seen.others):
+        refusal = Refusal(
+            "calls",
+            "the module is called more than once in a forward pass, with tokens of different origin or layout: one "
+            "set of new weights can't serve both",
+        )
     rule = None
     if isinstance(layout_found, Found):
         site = site.replace(layout=layout_found.layout, layout_from=layout_found.words)
@@ -186,6 +188,7 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         config=plan.config,
         grid_tokens=site.layout.grid_tokens if site.layout else 0,
         element_size=call.query.element_size(),
+        grid_axes=len(site.layout.grid) if site.layout and site.layout.grid else 2,
     )
     site = site.replace(
         softmax_flops=cost.softmax_flops,
@@ -194,6 +197,29 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         refusal=refusal,
     )
     return PlannedSite(site, seen.owner, found if isinstance(found, Match) else None, rule, seen.mask_is_uniform)
+
+
+def _notes(seen: Seen, plan: Plan) -> tuple[str, ...]:
+    """What the match has to say, in training too (attention dropout)."""
+    settings = {"drop_bias": plan.config.drop_bias, "uniform_mask": seen.mask_is_uniform}
+    notes: dict[str, None] = {}
+    for calls in (plan.calls, plan.training_calls):
+        call = calls[seen.owner][seen.index]
+        found = match(call, **settings) if not isinstance(call, Refusal) else call
+        notes |= dict.fromkeys(found.notes if isinstance(found, Match) else ())
+    return tuple(notes)
+
+
+def _same_use(other: Seen, seen: Seen, site: Site, layout: Found | Refusal) -> bool:
+    """Whether another call of the same module attends in the same way, over the same kind of tokens."""
+    if kind_of(other) != kind_of(seen):
+        return False
+    if isinstance(layout, Refusal) or layout.words.startswith("given"):
+        return True
+    theirs = find(other, site.replace(keys=int(other.call.key.shape[-2])), None)
+    if isinstance(theirs, Refusal) or (theirs.rule is None) != (layout.rule is None):
+        return False
+    return layout.rule is None or theirs.rule is None or theirs.rule.agrees(layout.rule)
 
 
 def _refusal(site: Site, found: Match | Refusal | None, layout: Found | Refusal, config: TTTConfig) -> Refusal | None:

@@ -92,7 +92,7 @@ def _count(name: str, n: Any, least: int) -> int:
 everything = Selector(lambda site: True, "everything")
 """All sites that can be converted."""
 
-every_other = Selector(lambda site: site.block_index % 2 == 1, "every_other")
+every_other = Selector(lambda site: site.block_index >= 0 and site.block_index % 2 == 1, "every_other")
 """The blocks 1, 3, 5, ... (counted from 0 among blocks that hold a convertible site), as the papers convert half."""
 
 cheaper = Selector(lambda site: site.ttt_flops < site.softmax_flops, "cheaper")
@@ -115,7 +115,7 @@ def first(n: int) -> Selector:
 def last(n: int) -> Selector:
     """The last ``n`` blocks."""
     _count("last", n, 1)
-    return Selector(lambda site: site.block_index >= site.blocks - n, f"last({n})")
+    return Selector(lambda site: site.block_index >= max(site.blocks - n, 0), f"last({n})")
 
 
 def fraction(p: float) -> Selector:

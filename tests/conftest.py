@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the tensors are tiny
+
 
 @pytest.fixture(autouse=True)
 def _fresh():

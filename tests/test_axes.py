@@ -132,7 +132,7 @@ class Attends(nn.Module):
             lambda x: x.unflatten(2, (2, 2)).unflatten(4, (3, 2)).permute(0, 2, 4, 3, 5, 1).reshape(12, 4, 16),
             "window",
             "2x2",
-            "window",
+            None,
         ),
         (lambda x: x.flatten(2).mT[:, torch.randperm(24)], "self", "?", "layout"),
         (lambda x: x.flatten(2).mT.roll(3, 1), "self", "?", "layout"),

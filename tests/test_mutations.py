@@ -85,7 +85,8 @@ MUTANTS = {
         (f"{LATER}[differs between queries-True]",),
     ),
     "key-padding mask dropped": Mutant(
-        "        mask = None\n        if call.attn_mask", "        mask = None\n        if False and call.attn_mask", (f"{PADDED}[T5]",)
+        "        mask = None\n        if call.attn_mask",
+        "        mask = None\n        if False and call.attn_mask", (f"{PADDED}[T5]",)
     ),
     "mask kept from the queries": Mutant(
         "mask if self_attention else None", "None", (f"{PADDED}[T5]",)

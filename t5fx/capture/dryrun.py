@@ -75,6 +75,14 @@ def clear_fake_caches() -> None:
             depth += 1
 
 
+def fake_buffers(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Put fakes in the place of all buffers, so that counters and statistics count there; within :func:`preserved`."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                module._buffers[name] = mode.from_tensor(buffer)
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without calling ``eval()`` (which a model may override); the modes come back afterwards."""

@@ -8,12 +8,14 @@ keys and isinstance checks stay.  A call that no graph foresaw is traced when it
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as _KEPT
 from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
@@ -55,7 +57,8 @@ class Linearized:
         return _new_linearized, (type(self)._t5fx_base,), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        inherited = getattr(super(), "__getstate__", None)  # Python 3.10 has none for plain objects
+        return dict(inherited()) if inherited is not None else self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -123,6 +126,7 @@ def install(owner: nn.Module, conversion: Conversion, graph: fx.Graph | None = N
         conversion.original_graph = owner.graph
         owner.graph = graph
         owner.recompile()
+        owner.meta.setdefault(_KEPT, {})["_t5fx_owner"] = conversion  # a deepcopy of a GraphModule keeps only these
     else:
         owner.__class__ = linearized_class(cast(Any, type(owner)))
 
@@ -141,10 +145,12 @@ def uninstall(owner: nn.Module) -> None:
     if isinstance(owner, fx.GraphModule):
         if conversion.original_graph is None:
             raise CaptureError(
-                "a copied or unpickled GraphModule does not remember its original graph: revert the one it came from"
+                "an unpickled GraphModule does not remember its original graph: revert the one it came from"
             )
-        owner.graph = conversion.original_graph
+        owner.graph = copy.deepcopy(conversion.original_graph)
         owner.recompile()
+        for name in ("_t5fx_owner", "_t5fx"):
+            owner.meta.get(_KEPT, {}).pop(name, None)
     else:
         owner.__class__ = base_class(owner)
     for key in [key for key, hook in owner._forward_pre_hooks.items() if isinstance(hook, KeepSlowPath)]:

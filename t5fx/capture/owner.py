@@ -6,6 +6,7 @@ axes, the values of the others, and train or eval.
 
 from __future__ import annotations
 
+import copy
 import linecache
 import types
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..config import TTTConfig
 from ..errors import CaptureError
@@ -24,7 +25,7 @@ from ..passes.registry import FORWARDS
 from ..passes.rewrite import rewrite
 from ..passes.written import Obstacle, sweep
 from ..site import Refusal
-from .dryrun import new_fake_mode, preserved, to_fake
+from .dryrun import fake_buffers, new_fake_mode, preserved, to_fake
 from .trace import Traced, is_hole, trace
 
 
@@ -49,6 +50,7 @@ class Entry:
 
     def __init__(self, function: Callable, attributes: tuple[tuple[str, bool, Any], ...], source: str) -> None:
         self.function, self.attributes, self.source = function, attributes, source
+        self.holds: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> Entry:
         return self  # code takes the module as an argument: copies of a model share it
@@ -93,7 +95,8 @@ class TensorSpec:
 def call_key(spec: Any, leaves: list, training: bool) -> tuple:
     """The structure of a call: equal keys can share a graph."""
     kinds = tuple(
-        ("tensor", x.dim()) if isinstance(x, Tensor) else "int" if is_hole(x) else _constant(x) for x in leaves
+        ("tensor", x.dim()) if isinstance(x, Tensor) else type(x).__name__ if is_hole(x) else _constant(x)
+        for x in leaves
     )
     return spec, kinds, training
 
@@ -102,6 +105,9 @@ def _constant(x: Any) -> Any:
     if x is None or isinstance(x, (bool, float, str, torch.dtype, torch.device)):
         return x
     return ("object", id(x))
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, types.FunctionType)
 
 
 def unchanged(module: Any, attributes: tuple[tuple[str, bool, Any], ...]) -> bool:
@@ -117,9 +123,13 @@ def _attributes(owner: nn.Module) -> tuple[tuple[str, bool, Any], ...]:
     skip = {"training", *nn.Module().__dict__, "_t5fx_owner", "_t5fx"}
     found: list[tuple[str, bool, Any]] = []
     for name, value in owner.__dict__.items():
-        if name in skip or isinstance(value, (Tensor, list, dict, types.MethodType)):
+        if name in skip or isinstance(value, (Tensor, types.MethodType)):
             continue
-        by_value = isinstance(value, (bool, int, float, str, type(None), torch.dtype, types.FunctionType))
+        if isinstance(value, (list, tuple, dict, set)):
+            if all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value)):
+                found.append((name, True, copy.copy(value)))
+            continue
+        by_value = isinstance(value, _PLAIN)
         found.append((name, by_value, value if by_value else type(value)))
     return tuple(found)
 
@@ -141,6 +151,7 @@ def trace_owner(owner: nn.Module, args: tuple, kwargs: dict[str, Any], training:
     base = base_class(owner)
     with preserved(owner):
         owner.__dict__["training"] = training
+        fake_buffers(owner, mode)
         return trace(owner, FORWARDS.get(base.forward, base.forward), args, kwargs, mode)
 
 
@@ -162,6 +173,7 @@ def trace_graph(owner: fx.GraphModule, args: tuple, kwargs: dict[str, Any], mode
 
     try:
         with preserved(owner), mode, torch.no_grad():
+            fake_buffers(owner, mode)
             Recorder(owner).run(*_placeholders(owner, args, kwargs))
     except Exception as error:
         raise CaptureError(f"the graph does not run on the example inputs: {type(error).__name__}: {error}") from error
@@ -221,6 +233,7 @@ def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> f
             f"this (or with its present settings) it makes {len(nodes)}: a changed attention processor or "
             "implementation, or output_attentions=True, does that. Undo the change, or t5fx.revert(model) first"
         )
+    matched = []
     for spec in conversion.sites:
         try:
             node = canonicalize(graph, nodes[spec.index], values, owner.get_submodule, traced.mode)
@@ -232,6 +245,8 @@ def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> f
                 f"{conversion.name!r} is linearized, and this call can't be: {found.reason}. Leave this site out of "
                 "the selection if the model needs such calls"
             )
+        matched.append((node, found, spec))
+    for node, found, spec in matched:
         rewrite(graph, node, found, spec.config, spec.ttt, spec.self_attention)
     sweep(graph)
     return graph
@@ -243,8 +258,14 @@ def add_entry(owner: nn.Module, conversion: Conversion, args: tuple, kwargs: dic
     leaves, spec = tree_flatten((args, kwargs))
     traced = traced or trace_owner(owner, args, kwargs, training)
     entry = generate(rewrite_owner(traced, conversion, owner), conversion.name, _attributes(owner))
+    entry.holds = [x for x in leaves if not is_hole(x)]  # objects whose ids are in the key must stay alive
     key = call_key(spec, leaves, training)
     conversion.entries.setdefault(key, []).insert(0, entry)
+    while sum(map(len, conversion.entries.values())) > _MOST_GRAPHS:
+        oldest = next(iter(conversion.entries))
+        conversion.entries[oldest].pop()
+        if not conversion.entries[oldest]:
+            del conversion.entries[oldest]
     described = [TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves]
     call = (tree_unflatten(described, spec), training)
     if call not in conversion.calls and all(
@@ -254,6 +275,7 @@ def add_entry(owner: nn.Module, conversion: Conversion, args: tuple, kwargs: dic
     return entry
 
 
+_MOST_GRAPHS = 64  # of one owner: calls with ever new objects among their arguments would grow without end
 _generated = 0
 
 

@@ -37,8 +37,9 @@ _PATCHING = threading.RLock()  # tracing patches nn.Module for its own proxies; 
 
 
 def is_hole(leaf: Any) -> bool:
-    """Whether a leaf of a call's arguments becomes a placeholder: tensors and plain ints."""
-    return isinstance(leaf, Tensor) or (isinstance(leaf, (int, torch.SymInt)) and not isinstance(leaf, bool))
+    """Whether a leaf of a call's arguments becomes a placeholder: tensors and plain numbers."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    return isinstance(leaf, Tensor) or (isinstance(leaf, numbers) and not isinstance(leaf, bool))
 
 
 @dataclass
@@ -64,6 +65,7 @@ class OwnerTracer(fx.Tracer):
         self.tensor_names = {id(t): n for n, t in (*owner.named_parameters(), *owner.named_buffers())}
         self.attributes: dict[str, Any] = {}
         self.executing = 0
+        self.state: tuple = ()
 
     def create_arg(self, a: Any) -> Any:
         if is_proxy(a):
@@ -93,6 +95,8 @@ class OwnerTracer(fx.Tracer):
         return self.attributes[name]
 
     def create_proxy(self, kind, target, args, kwargs, name=None, type_expr=None, *_, **__):
+        if torch_state() != self.state:
+            raise CaptureError("part of the forward runs under torch.no_grad() or an autocast of its own")
         args, kwargs = self.create_arg(tuple(args)), self.create_arg(dict(kwargs))
         node = self.create_node(kind, target, args, kwargs, name, type_expr)
         concrete_args, concrete_kwargs = map_arg((args, kwargs), lambda n: self.values[n])
@@ -142,6 +146,8 @@ class _Factories(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.tracer.executing:
             return func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled():
+            raise CaptureError("part of the forward runs under torch.no_grad() or an autocast of its own")
         if func in FUNCTIONS:
             return FUNCTIONS[func](*args, **kwargs)
         if any(map(is_proxy, tree_leaves((args, kwargs)))):
@@ -192,12 +198,20 @@ def _patched(tracer: OwnerTracer) -> Iterator[None]:
 
         return make
 
+    enter = torch.autocast.__enter__
+
+    def traced_enter(self):
+        if not tracer.executing and threading.get_ident() == thread:
+            raise CaptureError("part of the forward runs under torch.no_grad() or an autocast of its own")
+        return enter(self)
+
     def traced_isinstance(x, kinds):
         return is_instance(x, kinds) or (type(x) is ValueProxy and is_instance(x.value, kinds))
 
     with _PATCHING:
         nn.Module.__call__, nn.Module.__getattr__ = traced_call, traced_getattr  # type: ignore[method-assign]
         builtins.isinstance = traced_isinstance  # type: ignore[assignment]
+        torch.autocast.__enter__ = traced_enter  # type: ignore[method-assign]
         for name, function in factories.items():
             setattr(torch, name, traced_factory(function))
         try:
@@ -207,13 +221,14 @@ def _patched(tracer: OwnerTracer) -> Iterator[None]:
                 setattr(torch, name, function)
             nn.Module.__call__, nn.Module.__getattr__ = call, getattribute  # type: ignore[method-assign]
             builtins.isinstance = is_instance
+            torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def trace(owner: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any], mode: FakeTensorMode) -> Traced:
     """Trace ``forward`` (an unbound function of ``owner``'s class) on fake ``args`` and ``kwargs``.
 
     Returns:
-        the graph, with one placeholder for each tensor and int of the call in pytree order, and the example
+        the graph, with one placeholder for each tensor and number of the call in pytree order, and the example
         value of every node.
 
     Raises:
@@ -237,7 +252,8 @@ def _trace(tracer: OwnerTracer, forward: Any, args: tuple, kwargs: dict[str, Any
     call_args, call_kwargs = tree_unflatten(inputs, spec)
     before = dict(owner.__dict__)
     try:
-        with preserved(owner), torch.no_grad(), in_the_open(), _patched(tracer), _Factories(tracer):
+        with preserved(owner), torch.enable_grad(), in_the_open(), _patched(tracer), _Factories(tracer):
+            tracer.state = torch_state()
             out = forward(owner, *call_args, **call_kwargs)
             kept = [k for k, v in owner.__dict__.items() if before.get(k) is not v and _holds_proxy(v)]
         if kept:
@@ -251,13 +267,24 @@ def _trace(tracer: OwnerTracer, forward: Any, args: tuple, kwargs: dict[str, Any
     return Traced(tracer.graph, tracer.values, tracer.mode)
 
 
+def torch_state() -> tuple:
+    """What a graph does not hold: whether gradients are on, and autocast."""
+    devices = ("cpu", "cuda")
+    return torch.is_grad_enabled(), *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices)
+
+
 def _holds_proxy(value: Any) -> bool:
     return any(map(is_proxy, tree_leaves(value)))
+
+
+_ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow,
+    operator.neg, operator.getitem, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+}  # fmt: skip
 
 
 def _drop_unused_sizes(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         pure = node.op == "get_attr" or node.target is getattr or (node.op == "call_method" and node.target == "size")
-        arithmetic = node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
-        if not node.users and (pure or (arithmetic and not str(node.target.__name__).startswith(("i", "set")))):
+        if not node.users and (pure or node.target in _ARITHMETIC):
             graph.erase_node(node)

@@ -37,7 +37,11 @@ _SPATIAL_OPS = {
 }  # fmt: skip
 _REORDER = {aten.flip, aten.sort, aten.gather, aten.scatter, aten.topk}
 SCORES, PROBABILITIES = "scores", "probabilities"
-_THROUGH = _SAME | _VIEW | {aten.expand, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.masked_fill, aten.where, aten.cat}
+_THROUGH = (
+    _SAME
+    | _VIEW
+    | {aten.expand, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.masked_fill, aten.where, aten.cat}
+)
 
 
 class AxisTracker(TorchDispatchMode):

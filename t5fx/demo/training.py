@@ -17,7 +17,7 @@ import t5fx
 from .digits import Digits, accuracy, augment
 
 LEARNING_RATE, WEIGHT_DECAY, BATCH = 4e-3, 0.05, 128
-FINE_TUNE_RATE, NEW_SCALE, FINE_TUNE_BATCH = 1e-3, 10.0, 32
+FINE_TUNE_RATE, FINE_TUNE_BATCH = 5e-4, 32
 #: Share of the training epochs that fine-tuning gets.
 FINE_TUNE_SHARE = 0.1
 #: Weight of the softmax model's soft labels in the loss of fine-tuning; the rest is the true labels'.
@@ -100,13 +100,18 @@ def schedule(done: float, warm_up: float) -> float:
 
 def train_softmax(model: nn.Module, data: Digits, *, epochs: int, seed: int, tick: Tick) -> list[tuple[int, float]]:
     """Train the softmax model from its initial weights; returns the test accuracy after every epoch."""
+    groups = softmax_groups(model, LEARNING_RATE)
+    return fit(model, data, groups, epochs=epochs, batch=BATCH, warm_up=0.1, seed=seed, tick=tick)
+
+
+def softmax_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """Optimizer groups of an unconverted model; as :func:`t5fx.param_groups`, biases and norms are not decayed."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [
-        {"params": decayed, "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
-        {"params": others, "lr": LEARNING_RATE, "weight_decay": 0.0},
+    return [
+        {"params": decayed, "lr": lr, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "lr": lr, "weight_decay": 0.0},
     ]
-    return fit(model, data, groups, epochs=epochs, batch=BATCH, warm_up=0.1, seed=seed, tick=tick)
 
 
 def convert(softmax: nn.Module, data: Digits, seed: int) -> list[Stage]:
@@ -129,9 +134,9 @@ def convert(softmax: nn.Module, data: Digits, seed: int) -> list[Stage]:
 def fine_tune(stage: Stage, softmax: nn.Module, data: Digits, *, epochs: int, seed: int, tick: Tick) -> None:
     """Train a stage on for ``epochs``, with the same recipe for the converted models and the control."""
     if stage.converted:
-        groups = t5fx.param_groups(stage.model, FINE_TUNE_RATE, new_lr_scale=NEW_SCALE, weight_decay=WEIGHT_DECAY)
+        groups = t5fx.param_groups(stage.model, FINE_TUNE_RATE, weight_decay=WEIGHT_DECAY)
     else:
-        groups = [{"params": list(stage.model.parameters()), "lr": FINE_TUNE_RATE, "weight_decay": WEIGHT_DECAY}]
+        groups = softmax_groups(stage.model, FINE_TUNE_RATE)
     curve = fit(
         stage.model,
         data,
