@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from .blocks import assign_blocks
@@ -77,6 +78,12 @@ def make_plan(
             f"{type(model).__name__} is linearized already: t5fx.report(model) shows how; to choose other sites call "
             "t5fx.revert(model) first"
         )
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):  # a forward may draw numbers, even pretended ones
+        return _make_plan(model, args, kwargs, config, layout)
+
+
+def _make_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], config: TTTConfig, layout: UserLayout) -> Plan:
     discovery = discover(model, args, kwargs)
     modules = dict(model.named_modules())
     plan = Plan(config, [], how=discovery.how)

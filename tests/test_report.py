@@ -204,9 +204,9 @@ class Busy(ViT):
 @pytest.mark.parametrize("branches", [False, True])
 def test_a_forward_that_writes_on_its_module_leaves_nothing_behind(branches):
     """With ``branches`` the forward asks for a number, so a dry run can't do and a real one is made."""
-    model = Busy(branches).train()
+    model, inputs = Busy(branches).train(), images().float()
     before = state(model)
-    report = t5fx.inspect(model, images().float())
+    report = t5fx.inspect(model, inputs)
     assert report.how == ("real run" if branches else "dry run")
     assert len(report.convertible) == 2
     after = state(model)

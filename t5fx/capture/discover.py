@@ -230,7 +230,6 @@ def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensor
         torch.backends.mha.set_fastpath_enabled(False)  # it would run attention inside one opaque operator
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         if real:
-            stack.enter_context(torch.random.fork_rng())
             buffers = [(b, b.clone()) for b in model.buffers()]
             stack.callback(lambda: [b.copy_(old) for b, old in buffers])
         else:
