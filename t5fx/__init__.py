@@ -4,8 +4,8 @@ model = t5fx.linearize(model, select=t5fx.every_other)
 model = torch.compile(model, backend="t5")
 """
 
-from . import ops
-from .api import inspect, linearize, report, revert
+from . import ops, passes
+from .api import code, inspect, linearize, report, revert
 from .config import DIT5_TTT, T5, TTTConfig
 from .errors import (
     CaptureError,
@@ -57,6 +57,7 @@ __all__ = [
     "TTTConfig",
     "TokenLayout",
     "cheaper",
+    "code",
     "every",
     "every_other",
     "everything",
@@ -71,6 +72,7 @@ __all__ = [
     "names",
     "ops",
     "param_groups",
+    "passes",
     "report",
     "revert",
     "save",

@@ -213,6 +213,25 @@ def record_of(model: nn.Module) -> Record:
     return record
 
 
+def code(model: nn.Module, owner: str) -> str:
+    """The Python code that a converted module runs (of its last traced kind of call), to read.
+
+    Raises:
+        T5fxError: ``owner`` names no converted module; the message lists them.
+    """
+    owners = {name: module for name, module in model.named_modules() if is_linearized(module)}
+    if owner not in owners:
+        raise T5fxError(f"{owner!r} is no converted module of {type(model).__name__}; those are {list(owners)}")
+    module = owners[owner]
+    if isinstance(module, torch.fx.GraphModule):
+        return str(module.code)
+    conversion: Conversion = module._t5fx_owner  # type: ignore[assignment]
+    graphs = [entry for entries in conversion.entries.values() for entry in entries]
+    if not graphs:
+        raise T5fxError(f"{owner!r} was not traced yet: run the model once")
+    return graphs[-1].source
+
+
 def revert(model: Model) -> Model:
     """Undo ``linearize`` (or ``load``): class, forward, hooks and parameters as before; new parameters are dropped.
 

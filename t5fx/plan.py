@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .blocks import assign_blocks
 from .capture.discover import Discovery, Seen, discover
@@ -118,6 +119,11 @@ def _traces(owner: nn.Module, discovery: Discovery, name: str) -> list:
         raise CaptureError(
             f"the forward of {name!r} was replaced on the instance (as accelerate's hooks do), so a class can't take "
             "effect: linearize first, add such hooks afterwards"
+        )
+    if is_parametrized(owner):
+        raise CaptureError(
+            f"{name!r} has parametrizations of its own parameters, which swap its class as linearize does; those of its "
+            "submodules are fine"
         )
     traces, seen = [], set()
     for args, kwargs in discovery.owner_calls[name][:4]:

@@ -22,7 +22,8 @@ def param_groups(
     """Groups for a torch optimizer: inherited and new parameters, each with and without weight decay.
 
     The papers train the new parameters faster than the inherited ones (T5, ICML 2026: 20x).  Biases and parameters
-    of one axis (norms, scales) are not decayed, as is usual for vision transformers.  Frozen parameters are left out.
+    of one axis (norms, scales) are not decayed, as is usual for vision transformers, nor are those that the model names
+    itself (``no_weight_decay()`` of timm: position embeddings, class token).  Frozen parameters are left out.
 
     Args:
         lr: learning rate of the inherited parameters, before ``inherited_lr_scale``.
@@ -42,6 +43,8 @@ def param_groups(
         if not number >= 0:
             raise T5fxError(f"param_groups: {name} must be a number of at least 0, not {number!r}")
     new = {id(p) for module in model.modules() if isinstance(module, TTTWeights) for p in module.parameters()}
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    undecayed = set(model.no_weight_decay()) if callable(getattr(model, "no_weight_decay", None)) else set()
     groups: dict[str, dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -49,7 +52,7 @@ def param_groups(
         kind, scale = ("new", new_lr_scale) if id(parameter) in new else ("inherited", inherited_lr_scale)
         if not scale:
             continue
-        decayed = parameter.dim() > 1
+        decayed = parameter.dim() > 1 and name_of[id(parameter)] not in undecayed
         name = kind if decayed else f"{kind}_no_decay"
         group = {"name": name, "lr": lr * scale, "weight_decay": weight_decay if decayed else 0.0, "params": []}
         groups.setdefault(name, group)["params"].append(parameter)

@@ -20,10 +20,15 @@ EXPECTED: dict[str, tuple[int, tuple[str, ...], str]] = {
     "timm/vit_dynamic_size": (2, (), "5 + 4x4"),
     "timm/siglip": (3, ("pooling",), "4x4"),
     "timm/beit": (2, ("float-mask",) * 2, "1 + 4x4"),
+    "timm/swin_tiny": (5, ("float-mask",) * 5, "7x7"),
+    "timm/hiera_tiny": (12, (*("shape",) * 4, *("layout",) * 6, "cross", "layout"), "no grid"),
+    "timm/pvt_v2_b0": (8, ("cross",) * 6, "2x2"),
+    "timm/maxvit_pico": (22, ("float-mask",) * 22, "2x2"),
     "timm/xcit_nano": (4, ("channel", "channel", "pooling", "pooling"), "no grid"),
     "diffusers/DiT": (2, (), "8x8"),
     "diffusers/SD3": (2, (), "8x8 + 7"),
     "diffusers/SD3_dual": (3, (), "8x8 + 7"),
+    "diffusers/Flux": (2, (), "7 + 8x8"),
     "diffusers/PixArt": (4, ("cross", "cross"), "8x8"),
     "diffusers/Sana": (2, ("cross", "cross"), "?"),
     "diffusers/UNet2DCondition": (8, ("cross",) * 4, "8x8"),
@@ -32,7 +37,12 @@ EXPECTED: dict[str, tuple[int, tuple[str, ...], str]] = {
     "transformers/ViT": (2, (), "1 + 4x4"),
     "transformers/CLIPVision": (2, (), "1 + 4x4"),
     "transformers/Dinov3ViT": (2, (), "5 + 4x4"),
+    "transformers/Bert": (2, (), "no grid"),
     "transformers/Llama": (2, ("query-mask",) * 2, "no grid"),
+    "torchvision/vit": (2, (), "1 + 4x4"),
+    "torch/MultiheadAttention": (1, (), "4x4"),
+    "torch/MultiheadAttention_weights": (1, ("map",), "4x4"),
+    "torch/TransformerEncoderLayer": (1, (), "4x4"),
 }
 # The models whose whole life (training, compiling, saving...) is tested.
 CORE = [
@@ -50,10 +60,13 @@ def register(name: str) -> Callable:
     return put
 
 
-def build(name: str, seed: int = 0) -> tuple[nn.Module, tuple, dict]:
-    """One entry in eval mode.  Parameters that start at zero get numbers, or gates would hide what is behind them."""
+def build(name: str, seed: int = 0, **options) -> tuple[nn.Module, tuple, dict]:
+    """One entry in eval mode.  Parameters that start at zero get numbers, or gates would hide what is behind them.
+
+    ``options`` are for timm's entries: ``size=(height, width)`` of the image that they are made for.
+    """
     torch.manual_seed(seed)
-    model, args, kwargs = ZOO[name]()
+    model, args, kwargs = ZOO[name](**options)
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
@@ -62,10 +75,12 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, tuple, dict]:
 
 
 def _timm(name: str, size: int, **overrides) -> Callable:
-    def builder():
+    def builder(size: tuple[int, int] = (size, size)):
         import timm
 
-        return timm.create_model(name, num_classes=10, **overrides), (torch.randn(2, 3, size, size),), {}
+        made_for = {"img_size": size} if "img_size" in overrides else {}
+        model = timm.create_model(name, num_classes=10, **{**overrides, **made_for})
+        return model, (torch.randn(2, 3, *size),), {}
 
     return builder
 
@@ -79,7 +94,12 @@ ZOO["timm/vit_dinov2_reg4"] = _timm("vit_small_patch14_reg4_dinov2", 56, img_siz
 ZOO["timm/vit_dynamic_size"] = _timm("vit_small_patch14_reg4_dinov2", 56, img_size=56, dynamic_img_size=True, **_two)
 ZOO["timm/siglip"] = _timm("vit_so400m_patch14_siglip_224", 56, img_size=56, **_narrow, **_two)
 ZOO["timm/beit"] = _timm("beit_base_patch16_224", 64, img_size=64, **_narrow, **_two)
+_swin = {"depths": (1, 2, 1, 1), "embed_dim": 24}
+ZOO["timm/swin_tiny"] = _timm("swin_tiny_patch4_window7_224", 112, img_size=112, **_swin)
 ZOO["timm/xcit_nano"] = _timm("xcit_nano_12_p16_224", 64, **_two)
+ZOO["timm/hiera_tiny"] = _timm("hiera_tiny_224", 224)
+ZOO["timm/pvt_v2_b0"] = _timm("pvt_v2_b0", 64)
+ZOO["timm/maxvit_pico"] = _timm("maxvit_rmlp_pico_rw_256", 64, img_size=64)
 
 
 @register("diffusers/DiT")
@@ -112,6 +132,27 @@ def _sd3(**overrides) -> Callable:
 
 ZOO["diffusers/SD3"] = _sd3()
 ZOO["diffusers/SD3_dual"] = _sd3(dual_attention_layers=(0,), qk_norm="rms_norm")
+
+
+@register("diffusers/Flux")
+def _flux():
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return model, (), {
+        "hidden_states": torch.randn(2, 64, 4), "encoder_hidden_states": torch.randn(2, 7, 32),
+        "pooled_projections": torch.randn(2, 32), "timestep": torch.tensor([1.0, 2.0]),
+        "img_ids": image_ids(8, 8), "txt_ids": torch.zeros(7, 3), "return_dict": False,
+    }  # fmt: skip
+
+
+def image_ids(height: int, width: int) -> torch.Tensor:
+    """What Flux is told of the places of its packed latents."""
+    rows, columns = torch.meshgrid(torch.arange(float(height)), torch.arange(float(width)), indexing="ij")
+    return torch.stack([torch.zeros(height * width), rows.flatten(), columns.flatten()], dim=1)
 
 
 @register("diffusers/PixArt")
@@ -205,7 +246,41 @@ ZOO["transformers/CLIPVision"] = _transformers("CLIPVisionModel", "CLIPVisionCon
 ZOO["transformers/Dinov3ViT"] = _transformers(
     "DINOv3ViTModel", "DINOv3ViTConfig", _pixels, num_register_tokens=4, **_vision
 )
+ZOO["transformers/Bert"] = _transformers(
+    "BertModel", "BertConfig",
+    lambda: {"input_ids": torch.randint(0, 100, (2, 9)), "attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])},
+    vocab_size=100, **_encoder,
+)  # fmt: skip
 ZOO["transformers/Llama"] = _transformers(
     "LlamaModel", "LlamaConfig", lambda: {"input_ids": torch.randint(0, 100, (2, 9)), "use_cache": False},
     vocab_size=100, num_key_value_heads=1, **_encoder,
 )  # fmt: skip
+
+
+@register("torchvision/vit")
+def _torchvision_vit():
+    from torchvision.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(image_size=64, patch_size=16, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)
+    return model, (torch.randn(2, 3, 64, 64),), {}
+
+
+class SelfAttention(nn.Module):
+    """``nn.MultiheadAttention`` as a layer of one input."""
+
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+def _tokens(make: Callable[[], nn.Module]) -> Callable:
+    return lambda: (make(), (torch.randn(2, 16, 32),), {})
+
+
+ZOO["torch/MultiheadAttention"] = _tokens(lambda: SelfAttention(False))
+ZOO["torch/MultiheadAttention_weights"] = _tokens(lambda: SelfAttention(True))
+ZOO["torch/TransformerEncoderLayer"] = _tokens(lambda: nn.TransformerEncoderLayer(32, 2, 64, batch_first=True))

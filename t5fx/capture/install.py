@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ from .dryrun import clear_fake_caches
 from .owner import Conversion, Entry, add_entry, base_class, call_key, materialize, unchanged
 from .proxy import Retrace
 from .trace import is_hole
+
+log = logging.getLogger("t5fx")
 
 
 class Linearized:
@@ -105,12 +108,17 @@ def _trace_now(module: Any, args: tuple, kwargs: dict[str, Any]) -> Entry:
 
 def warm(owner: nn.Module) -> None:
     """Trace an owner's known calls again (after unpickling or loading); one that fails is left for its first use."""
+    failed: T5fxError | None = None
     conversion: Conversion = owner._t5fx_owner  # type: ignore[assignment]
     known, conversion.calls = conversion.calls, []
     for call, training in known:
-        with contextlib.suppress(T5fxError):
+        try:
             args, kwargs = materialize(call, owner)
             add_entry(owner, conversion, args, kwargs, training)
+        except T5fxError as error:
+            failed = error
+    if failed is not None:
+        log.warning("%s will be traced at its first call: %s", conversion.name or "the model", failed)
 
 
 # -- into the model and out again -----------------------------------------------------------------------------
