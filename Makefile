@@ -20,7 +20,8 @@ test-all: lint
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	@rm -rf build/typed && mkdir -p build/typed && cp -r t5fx build/typed/ && cp -r passes kernels build/typed/t5fx/
+	cd build/typed && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml -p t5fx
 
 # The stamp is as new as the dependencies: a second call installs nothing.
 $(VENV)/.installed: pyproject.toml

@@ -167,9 +167,10 @@ def _evaluate(node: Any, known: dict[fx.Node, Any], values: dict[fx.Node, Any], 
     if not isinstance(example, Tensor):
         return torch.float64 if isinstance(example, torch.dtype) else example
     name = Recognizer(node.graph, values, modules).name(node)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, known, values, modules))
+    mapped: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, known, values, modules))
+    args, kwargs = mapped
     if "dropout" in name or name in ("identity", "contiguous", "clone", "float", "half", "type_as", "bfloat16"):
-        result = args[0]
+        result: Any = args[0]
     elif name in ("to", "type", "double"):
         result = args[0].double()
     elif name == "softmax":

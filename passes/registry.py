@@ -59,7 +59,8 @@ def register(target: Any, replacement: Callable | None = None, *, check: Callabl
         _find(target)
         NAMES[target] = replacement
     elif isinstance(target, type) and issubclass(target, nn.Module):
-        FORWARDS[target.forward] = replacement
+        module_class: Any = target
+        FORWARDS[module_class.forward] = replacement
     elif callable(target):
         FUNCTIONS[target] = replacement
     else:
@@ -127,7 +128,7 @@ def _find(name: str) -> tuple[Any, str]:
 def _compare(target: Any, replacement: Callable, arguments: tuple) -> None:
     original = getattr(*_find(target)) if isinstance(target, str) else target
     if isinstance(original, type):
-        original = original.forward
+        original = getattr(original, "forward")  # noqa: B009
     with torch.no_grad():
         pairs = [tree_leaves(function(*arguments)) for function in (original, replacement)]
     for a, b in zip(*pairs, strict=True):

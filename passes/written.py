@@ -68,7 +68,7 @@ def name_of(node: fx.Node, modules: Callable[[str], nn.Module] | None = None) ->
         name = str(node.target)
     elif node.op == "call_function":
         packet = getattr(node.target, "overloadpacket", None)
-        name = (packet or node.target).__name__
+        name = getattr(packet or node.target, "__name__", "")
     elif node.op == "call_module" and modules is not None:
         name = type(modules(str(node.target))).__name__.lower()
     else:
@@ -145,7 +145,7 @@ class Recognizer:
                 return True
         return False
 
-    def _operands(self, node: fx.Node) -> list[Any]:
+    def _operands(self, node: Any) -> list[Any]:
         args = list(node.args) + list(node.kwargs.values())
         if self.name(node) == "einsum":
             rest = args[1:]
@@ -154,10 +154,11 @@ class Recognizer:
 
     # -- from the softmax back to query and key ----------------------------------------------------------
 
-    def _back(self, node: fx.Node, written: Written) -> None:
+    def _back(self, node: Any, written: Written) -> None:
         while True:
             written.chain.append(node)
-            name, args = self.name(node), list(node.args)
+            name = self.name(node)
+            args: list[Any] = list(node.args)
             if name in _PRODUCTS:
                 written.product = node
                 return self._product(node, written)
@@ -216,7 +217,7 @@ class Recognizer:
         value = self.values.get(fill, fill) if isinstance(fill, fx.Node) else fill
         return isinstance(value, (int, float)) and value <= -1e4
 
-    def _product(self, node: fx.Node, written: Written) -> None:
+    def _product(self, node: Any, written: Written) -> None:
         operands = self._operands(node)
         if len(operands) != 2 or not all(map(self.is_tensor, operands)):
             raise Obstacle("the scores are not the product of two tensors")
@@ -284,7 +285,7 @@ class Recognizer:
         if node.op == "call_module":
             module: Any = self.modules(str(node.target))
             return module.p if module.training else 0.0
-        p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        p: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
         return float(self.values.get(p, p)) if training else 0.0
 
@@ -338,11 +339,11 @@ def _erase(node: fx.Node, graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _untransposed(node: fx.Node, values: dict[fx.Node, Any]) -> fx.Node | None:
+def _untransposed(node: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
     """The node that ``node`` is the transpose of its last two axes of."""
     dims = values[node].dim()
-    if name_of(node) in ("transpose", "swapaxes") and {d % dims for d in node.args[1:3]} == {dims - 1, dims - 2}:  # type: ignore[operator]
-        return node.args[0]  # type: ignore[return-value]
+    if name_of(node) in ("transpose", "swapaxes") and {d % dims for d in node.args[1:3]} == {dims - 1, dims - 2}:
+        return node.args[0]
     return None
 
 
@@ -351,10 +352,11 @@ def _unfold(nodes: tuple[fx.Node, ...], values: dict[fx.Node, Any]) -> tuple[fx.
     if any(values[n].dim() != 3 for n in nodes):
         return None
     found = []
+    node: Any
     for node in nodes:
         shape = values[node].shape
         while isinstance(node, fx.Node) and name_of(node) in ("view", "reshape", "flatten", "contiguous", *_CASTS):
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
             if values[node].dim() == 4 and values[node].shape[2:] == shape[1:]:
                 found.append(node)
                 break

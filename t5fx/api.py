@@ -225,7 +225,7 @@ def code(model: nn.Module, owner: str) -> str:
     module = owners[owner]
     if isinstance(module, torch.fx.GraphModule):
         return str(module.code)
-    conversion: Conversion = module._t5fx_owner  # type: ignore[assignment]
+    conversion: Conversion = module._t5fx_owner
     graphs = [entry for entries in conversion.entries.values() for entry in entries]
     if not graphs:
         raise T5fxError(f"{owner!r} was not traced yet: run the model once")

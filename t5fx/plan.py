@@ -122,8 +122,8 @@ def _traces(owner: nn.Module, discovery: Discovery, name: str) -> list:
         )
     if is_parametrized(owner):
         raise CaptureError(
-            f"{name!r} has parametrizations of its own parameters, which swap its class as linearize does; those of its "
-            "submodules are fine"
+            f"{name!r} has parametrizations of its own parameters, which swap its class as linearize does; those of "
+            "its submodules are fine"
         )
     traces, seen = [], set()
     for args, kwargs in discovery.owner_calls[name][:4]:
@@ -151,7 +151,8 @@ def _calls(traces: list, owner: nn.Module, discovery: Discovery, name: str) -> l
 
 def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: UserLayout) -> PlannedSite:
     """Describe one site and decide on it."""
-    call, found = seen.call, None
+    call = seen.call
+    found: Match | Refusal | None = None
     if seen.owner in plan.calls:
         traced = plan.calls[seen.owner][seen.index]
         if isinstance(traced, Refusal):

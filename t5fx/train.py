@@ -44,7 +44,8 @@ def param_groups(
             raise T5fxError(f"param_groups: {name} must be a number of at least 0, not {number!r}")
     new = {id(p) for module in model.modules() if isinstance(module, TTTWeights) for p in module.parameters()}
     name_of = {id(p): name for name, p in model.named_parameters()}
-    undecayed = set(model.no_weight_decay()) if callable(getattr(model, "no_weight_decay", None)) else set()
+    names: Any = getattr(model, "no_weight_decay", None)
+    undecayed = set(names()) if callable(names) else set()
     groups: dict[str, dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:

@@ -36,7 +36,8 @@ def test_the_groups_are_a_partition_of_the_trainable_parameters(name):
     assert frozen
     for kind, names in groups.items():
         assert all((".ttt." in f".{n}") == kind.startswith("new") for n in names)
-        assert all((model.get_parameter(n).dim() <= 1) == kind.endswith("no_decay") for n in names)
+        own = set(model.no_weight_decay()) if hasattr(model, "no_weight_decay") else set()
+        assert all((model.get_parameter(n).dim() <= 1 or n in own) == kind.endswith("no_decay") for n in names)
 
 
 def test_learning_rates_and_decay():

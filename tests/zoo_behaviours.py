@@ -11,6 +11,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -274,13 +275,11 @@ def checkpointing(entry: Entry, convert: Convert) -> None:
         model, args, kwargs = entry.fresh(convert)
         model.train()
         run: Callable = model
-        if again:
-            switch = next((s for s in _SWITCHES if hasattr(model, s)), None)
-            with contextlib.suppress(ValueError, AssertionError):  # there is a switch, and it says it does not work
-                if switch is not None:
-                    getattr(model, switch)()
-            if switch is None:
-                run = lambda *a, **k: checkpoint(model, *a, use_reentrant=False, **k)  # noqa: E731
+        switch = next((s for s in _SWITCHES if hasattr(model, s)), None)
+        if again and switch is not None:
+            getattr(model, switch)()
+        elif again:
+            run = partial(checkpoint, model, use_reentrant=False)
         torch.manual_seed(1)
         _loss(tensors(run(*args, **kwargs))).backward()
         found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})

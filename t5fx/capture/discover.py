@@ -140,10 +140,10 @@ class _Observer(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             heads = args[4] if len(args) > 4 else kwargs.get("num_heads", 1)
-            batch_last = [self._fold_heads(named[k], heads) for k in ("query", "key", "value")]
+            query, key, value = (self._fold_heads(named[k], heads) for k in ("query", "key", "value"))
             mask = named.get("key_padding_mask")
             mask = mask if mask is not None else named.get("attn_mask")
-            self._record("mha", AttentionCall(*batch_last, attn_mask=mask, is_causal=named.get("is_causal", False)))
+            self._record("mha", AttentionCall(query, key, value, mask, is_causal=named.get("is_causal", False)))
             with self.tracker.quiet():
                 return func(*args, **kwargs)
         if func in FUNCTIONS:

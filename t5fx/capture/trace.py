@@ -210,7 +210,7 @@ def _patched(tracer: OwnerTracer) -> Iterator[None]:
 
     with _PATCHING:
         nn.Module.__call__, nn.Module.__getattr__ = traced_call, traced_getattr  # type: ignore[method-assign]
-        builtins.isinstance = traced_isinstance  # type: ignore[assignment]
+        builtins.isinstance = traced_isinstance
         torch.autocast.__enter__ = traced_enter  # type: ignore[method-assign]
         for name, function in factories.items():
             setattr(torch, name, traced_factory(function))
