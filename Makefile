@@ -7,16 +7,20 @@ BIN := $(VENV)/bin
 # Nothing here loads from a model hub.
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all zoo lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/t5fx demo
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n auto -m "slow or not slow"
+
+# The table of docs/zoo.md, anew.
+zoo: $(VENV)/.installed
+	$(BIN)/python tests/zoo_table.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

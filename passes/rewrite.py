@@ -6,13 +6,15 @@ For a site whose weights live in ``owner.ttt`` the node
 
 becomes (mask and grouped heads left away)
 
+    w = ttt()
     prefix, grid = ttt.layout.resolve(k.size(2))
     k    = t5fx.key_norm(k, eps)
-    q, k = t5fx.dwc(q, ttt.dwc_q.weight, ttt.dwc_q.bias, prefix, grid), t5fx.dwc(k, ...)
-    fast = t5fx.inner_step(k, v, [ttt.w1, ttt.w2, ttt.w3], "swiglu", "dot", scale, lr)
+    q, k = t5fx.dwc(q, w["dwc_q.weight"], w["dwc_q.bias"], prefix, grid), t5fx.dwc(k, ...)
+    fast = t5fx.inner_step(k, v, [w["w1"], w["w2"], w["w3"]], "swiglu", "dot", scale, lr)
     out  = t5fx.inner_apply(q, fast, "swiglu")
 
-which is :func:`t5fx.ops.ttt_attention` written as graph nodes.
+which is :func:`t5fx.ops.ttt_attention` written as graph nodes.  The parameters come from a call of ``ttt`` and not from
+its attributes, so that hooks which bring a module's weights for its forward (offloading, sharding) bring these too.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt
             mask = graph.call_function(key_padding, (call.attn_mask, batch, match.mask == "boolean"))
         if config.key_norm:
             key = graph.call_function(op.key_norm.default, (key, config.key_norm_eps, mask))
+        parameters = graph.call_module(ttt)
         if config.dwc is not None:
-            query, key = _convolve(graph, query, key, mask, ttt, self_attention)
-        weights = [graph.get_attr(f"{ttt}.{name}") for name in weight_names(config.inner_name)]
+            query, key = _convolve(graph, query, key, mask, ttt, parameters, self_attention)
+        weights = [_item(graph, parameters, name) for name in weight_names(config.inner_name)]
         inner = config.inner_name
         scale = call.scale if isinstance(call.scale, fx.Node) else match.scale  # a node where sizes decide it
         step = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)
@@ -62,13 +65,19 @@ def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt
     return out
 
 
-def _convolve(graph: fx.Graph, query: Any, key: Any, mask: Any, ttt: str, self_attention: bool) -> tuple[Any, Any]:
+def _item(graph: fx.Graph, parameters: fx.Node, name: str) -> fx.Node:
+    return graph.call_function(operator.getitem, (parameters, name))
+
+
+def _convolve(
+    graph: fx.Graph, query: Any, key: Any, mask: Any, ttt: str, parameters: fx.Node, self_attention: bool
+) -> tuple[Any, Any]:
     op = torch.ops.t5fx.dwc.default
     tokens = graph.call_method("size", (key, 2))
     layout = graph.call_method("resolve", (graph.get_attr(f"{ttt}.layout"), tokens))
     prefix, grid = (graph.call_function(operator.getitem, (layout, i)) for i in range(2))
     out = []
     for x, name, x_mask in ((query, "dwc_q", mask if self_attention else None), (key, "dwc_k", mask)):
-        weight, bias = graph.get_attr(f"{ttt}.{name}.weight"), graph.get_attr(f"{ttt}.{name}.bias")
+        weight, bias = (_item(graph, parameters, f"{name}.{part}") for part in ("weight", "bias"))
         out.append(graph.call_function(op, (x, weight, bias, prefix, grid, x_mask)))
     return out[0], out[1]

@@ -13,8 +13,8 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as _KEPT
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
 from .capture.inputs import normalize
-from .capture.install import install, is_linearized, uninstall
-from .capture.owner import Conversion, SiteSpec, add_entry, rewrite_owner
+from .capture.install import RefuseMaps, install, is_linearized, uninstall
+from .capture.owner import Conversion, SiteSpec, add_entry, processor_type, rewrite_owner
 from .config import T5, TTTConfig
 from .errors import ConfigError, T5fxError
 from .grid import GridRecorder, GridState, PackedRecorder
@@ -111,7 +111,9 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
             ttt = f"{path}.{name}" if path else name
             same = planned.site.kind in ("self", "window")
             specs.append(SiteSpec(planned.site.index, ttt, same, site_config, planned.uniform_mask))
-        conversions[owner] = Conversion(owner, tuple(specs), len(plan.calls[owner]))
+        conversions[owner] = Conversion(
+            owner, tuple(specs), len(plan.calls[owner]), processor=processor_type(modules[owner])
+        )
         for args, kwargs, training, traced in plan.traces[owner]:
             if isinstance(modules[owner], torch.fx.GraphModule):
                 graphs[owner] = rewrite_owner(traced, conversions[owner], modules[owner])
@@ -165,7 +167,9 @@ def _free_name(parent: nn.Module, taken: Sequence[str]) -> str:
 
 
 def add_recorders(modules: dict[str, nn.Module], sources: Sequence[GridSource], state: GridState) -> None:
-    """Hook the modules that tell the token grid."""
+    """Hook the modules that tell the token grid, and a model that would miss the attention maps."""
+    if hasattr(modules[""], "_can_record_outputs"):
+        modules[""].register_forward_pre_hook(RefuseMaps(), with_kwargs=True)
     for source in sources:
         recorder: GridRecorder
         if source.path:
@@ -251,7 +255,7 @@ def _undo(model: nn.Module) -> None:
             uninstall(module)
     for module in model.modules():
         for table in (module._forward_hooks, module._forward_pre_hooks):
-            for key in [key for key, hook in table.items() if isinstance(hook, GridRecorder)]:
+            for key in [key for key, hook in table.items() if isinstance(hook, (GridRecorder, RefuseMaps))]:
                 del table[key]
                 for extra in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs):
                     extra.pop(key, None)

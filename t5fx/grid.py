@@ -28,7 +28,11 @@ Grid = tuple[int, ...]
 
 
 class GridState:
-    """What the grid sources of one model last said.  Copies and pickles start empty."""
+    """What the grid sources of one model last said.
+
+    A pickle starts empty.  A copy too, but until a recorder of its own says something it asks the state it was copied
+    from: where only a site was copied (peft trains such copies), the recorders are still those of the original.
+    """
 
     def __init__(self) -> None:
         self.latest: dict[str, Grid] = {}
@@ -36,6 +40,19 @@ class GridState:
         self._by_thread: dict[tuple[int, str], Grid] = {}
         self._frames: weakref.WeakKeyDictionary[Any, dict[str, Grid]] = weakref.WeakKeyDictionary()
         self._met: dict[str, set[Grid]] = {}
+        self._shapes: dict[str, Tensor] = {}
+        self._origin: GridState | None = None
+
+    def __deepcopy__(self, memo: dict) -> GridState:
+        twin = GridState()
+        twin._origin = self if self.latest or self._origin is None else self._origin
+        return twin
+
+    def record_read(self, source: str, grid: Grid) -> None:
+        """``grid`` was read from numbers, which compiled code can't do again: for that it is kept as the shape of a
+        tensor without data, since sizes of tensors become dynamic and numbers of objects mean a compile each."""
+        self.record(source, grid)
+        self._shapes[source] = torch.empty(*grid, 0)
 
     def record(self, source: str, grid: Grid) -> None:
         self.latest[source] = grid
@@ -45,8 +62,10 @@ class GridState:
 
     def current(self, source: str) -> Grid | None:
         """The grid of this forward pass (or of the one that a checkpoint is running again)."""
+        if not self.latest and self._origin is not None:
+            return self._origin.current(source)
         if torch.compiler.is_compiling():
-            return self.latest.get(source)
+            return tuple(self._shapes[source].shape[:-1]) if source in self._shapes else self.latest.get(source)
         grid = self._by_thread.get((threading.get_ident(), source), self.latest.get(source))
         frame = _checkpoint_frame()
         if frame is not None:
@@ -113,7 +132,7 @@ class PackedRecorder(GridRecorder):
             return  # reading numbers would break the graph: the grid of the last call, or t5fx.grid, holds
         grid = packed.read(module, args, rest[-1], self.path)
         if grid is not None:
-            self.state.record(self.source, grid)
+            self.state.record_read(self.source, grid)
 
 
 class SiteLayout:

@@ -21,7 +21,15 @@ from .api import Record, _undo, add_recorders, record_of
 from .capture.discover import GridSource
 from .capture.dryrun import clear_fake_caches
 from .capture.install import install, is_linearized, warm
-from .capture.owner import Conversion, SiteSpec, TensorSpec, add_entry, base_class, materialize
+from .capture.owner import (
+    Conversion,
+    SiteSpec,
+    TensorSpec,
+    add_entry,
+    base_class,
+    materialize,
+    processor_type,
+)
 from .config import TTTConfig
 from .errors import RecipeError, T5fxError
 from .grid import GridState, SiteLayout
@@ -39,8 +47,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     """Write a linearized model to ``folder`` (made if need be); returns the folder.
 
     Raises:
-        T5fxError: ``model`` is not linearized, holds no data (meta device), or is a GraphModule (save its source
-            instead).
+        T5fxError: ``model`` is not linearized, holds no data (meta device) or quantised tensors, or is a GraphModule
+            (save its source instead).
     """
     record = record_of(model)
     if (empty := _on_meta(model)) is not None:
@@ -49,6 +57,13 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     modules = dict(model.named_modules())
     if any(isinstance(modules[owner], fx.GraphModule) for owner in record.owners):
         raise T5fxError("a traced GraphModule has no recipe: save the model that it was traced from, or torch.save it")
+    plain = (torch.Tensor, nn.Parameter)
+    odd = next(((k, type(t).__name__) for k, t in model.state_dict().items() if type(t) not in plain), None)
+    if odd is not None:
+        raise T5fxError(
+            f"{odd[0]!r} is a {odd[1]}, which safetensors can't hold: save the model before it is quantised or "
+            "sharded, and do that again once it is loaded"
+        )
     tensors, aliases = _untied(model.state_dict())
     recipe = {
         "format": FORMAT,
@@ -270,7 +285,8 @@ def _install_owner(
         heads, head_dim, value_dim, axes = (site[k] for k in ("heads", "head_dim", "value_dim", "axes"))
         new[site["ttt"]] = TTTWeights(site_config, heads, head_dim, value_dim, layout, axes, **options)
         specs.append(SiteSpec(site["index"], site["ttt"], site["self_attention"], site_config, site["uniform_mask"]))
-    conversion = Conversion(stored["name"], tuple(specs), stored["attention_calls"])
+    processor = processor_type(owner)
+    conversion = Conversion(stored["name"], tuple(specs), stored["attention_calls"], processor=processor)
     for call in stored["calls"]:
         conversion.calls.append((_decode(call["call"]), call["training"]))
     for name, weights in new.items():  # all of them or none: only an installed owner is undone

@@ -72,16 +72,33 @@ def make_plan(
     Raises:
         InputError: the model does not run with these inputs.
         LayoutError: a given layout does not fit.
-        T5fxError: the model is linearized already.
+        T5fxError: the model is linearized already, or its weights are offloaded by hooks.
     """
     if any(is_linearized(module) for module in model.modules()):
         raise T5fxError(
             f"{type(model).__name__} is linearized already: t5fx.report(model) shows how; to choose other sites call "
             "t5fx.revert(model) first"
         )
+    if (offloaded := _offloaded(model)) is not None:
+        raise T5fxError(
+            f"{type(model).__name__} has offloading hooks of accelerate or diffusers (on {offloaded!r}): its weights "
+            "are not where its forward expects them. Linearize first, add the hooks afterwards "
+            "(accelerate.hooks.remove_hook_from_module(model, recurse=True) takes accelerate's away)"
+        )
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # a forward may draw numbers, even pretended ones
         return _make_plan(model, args, kwargs, config, layout)
+
+
+def _offloaded(model: nn.Module) -> str | None:
+    """A module whose weights come only when its forward is called, and go when it returns."""
+    for name, module in model.named_modules():
+        hook = module.__dict__.get("_hf_hook")
+        if any(getattr(h, "offload", False) for h in (hook, *getattr(hook, "hooks", ()))):
+            return name
+        if any("group_offloading" in h for h in getattr(module.__dict__.get("_diffusers_hook"), "hooks", ())):
+            return name
+    return None
 
 
 def _make_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], config: TTTConfig, layout: UserLayout) -> Plan:
@@ -178,10 +195,13 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         mask="key padding" if seen.mask_is_uniform else mask_kind(call),
         notes=_notes(seen, plan) if isinstance(found, Match) else (),
     )
-    layout_found = find(seen, site, layout)
     if site.kind == "unknown" and layout is not None and site.queries == site.keys:
         site = site.replace(kind="self")
-    refusal = _refusal(site, found, layout_found, plan.config)
+    refusal = _refusal(site, found)
+    # A layout that the user gave is for the sites that can be converted: it need not fit the others.
+    layout_found = find(seen, site, layout if refusal is None else None)
+    if refusal is None and isinstance(layout_found, Refusal) and plan.config.dwc is not None:
+        refusal = layout_found
     if refusal is None and any(not _same_use(other, seen, site, layout_found) for other in seen.others):
         refusal = Refusal(
             "calls",
@@ -236,16 +256,12 @@ def _same_use(other: Seen, seen: Seen, site: Site, layout: Found | Refusal) -> b
     return layout.rule is None or theirs.rule is None or theirs.rule.agrees(layout.rule)
 
 
-def _refusal(site: Site, found: Match | Refusal | None, layout: Found | Refusal, config: TTTConfig) -> Refusal | None:
-    """The most telling reason first: what the site is, how it is written, what its operands are, where its grid is."""
+def _refusal(site: Site, found: Match | Refusal | None) -> Refusal | None:
+    """The most telling reason first: what the site is, then how it is written and what its operands are."""
     if site.kind in _KIND_REFUSALS:
         ending = "y" if site.queries == 1 else "ies"
         return Refusal(site.kind, _KIND_REFUSALS[site.kind].format(queries=site.queries, keys=site.keys, y=ending))
-    if isinstance(found, Refusal):
-        return found
-    if isinstance(layout, Refusal) and config.dwc is not None:
-        return layout
-    return None
+    return found if isinstance(found, Refusal) else None
 
 
 def _place(seen: Seen, modules: dict[str, nn.Module], plan: Plan) -> tuple[str, int]:

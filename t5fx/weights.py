@@ -11,13 +11,28 @@ from .config import TTTConfig
 from .grid import SiteLayout
 from .inner import resolve
 
-_CONVOLUTION: dict[int, Any] = {2: nn.Conv2d, 3: nn.Conv3d}
+
+class _Handover:
+    """Mixed into a convolution: its forward hands the parameters out, under the hooks of a forward."""
+
+    def forward(self) -> tuple[Any, Any]:
+        return self.weight, self.bias  # type: ignore[attr-defined]
+
+
+class Depthwise2d(_Handover, nn.Conv2d): ...
+
+
+class Depthwise3d(_Handover, nn.Conv3d): ...
+
+
+_CONVOLUTION: dict[int, Any] = {2: Depthwise2d, 3: Depthwise3d}
 
 
 class TTTWeights(nn.Module):
     """Holds what a site trains: the inner model's initial weights and the depthwise convolutions.
 
-    The computation is in the owner's rewritten graph; see :func:`t5fx.ops.ttt_attention` for what it computes.
+    The computation is in the owner's rewritten graph, which calls this module for its parameters; see
+    :func:`t5fx.ops.ttt_attention` for what it computes.
 
     Attributes:
         w1, w2, ...: [heads, head_dim, hidden] or [heads, hidden, value_dim]; names and shapes are the inner model's.
@@ -44,9 +59,11 @@ class TTTWeights(nn.Module):
         self.layout = layout
         self.sizes = {"heads": heads, "head_dim": head_dim, "value_dim": value_dim, "axes": axes}
         inner = resolve(config.inner)
+        self.names: list[str] = []
         options = {"std": config.init_std, "device": device, "dtype": dtype}
         for name, weight in inner.init(heads, head_dim, value_dim, config.hidden(head_dim), **options).items():
             self.register_parameter(name, nn.Parameter(weight.detach()))
+            self.names.append(name)
         if config.dwc is not None:
             channels = heads * head_dim
             shape = (channels, channels, config.dwc)
@@ -55,6 +72,14 @@ class TTTWeights(nn.Module):
                     *shape, padding=config.dwc // 2, groups=channels, device=device, dtype=dtype
                 )
                 self.add_module(name, convolution)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """The parameters by name, as :func:`t5fx.ops.ttt_attention` takes them."""
+        parameters: dict[str, torch.Tensor] = {name: getattr(self, name) for name in self.names}
+        for name in ("dwc_q", "dwc_k"):
+            if name in self._modules:
+                parameters[f"{name}.weight"], parameters[f"{name}.bias"] = self.get_submodule(name)()
+        return parameters
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in self.named_parameters(recurse=False))

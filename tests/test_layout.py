@@ -243,3 +243,9 @@ def test_one_block_compiled_at_a_time():
     for size in ((8, 12), (12, 8), (6, 20)):
         image = torch.randn(2, 3, *size)
         torch.testing.assert_close(net(image), expected(net, image), rtol=1e-4, atol=1e-4)
+
+
+def test_a_given_layout_is_for_the_sites_that_can_be_converted():
+    model, args, kwargs = build("diffusers/PixArt")  # its cross-attention reads 7 text tokens
+    t5fx.linearize(model, t5fx.everything, example_inputs=(args, kwargs), layout=TokenLayout(grid=(8, 8)))
+    assert [site.kind for site in t5fx.report(model).selected] == ["self", "self"]

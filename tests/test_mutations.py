@@ -129,7 +129,8 @@ MUTANTS = {
         '-value if loss == "dot" else predict() - value', "-value", (f"{STEP}[SwiGLU-mse-False]",)
     ),
     "inner learning rate ignored": Mutant(
-        "match.scale, config.inner_lr, mask)", "match.scale, 1.0, mask)", (f"{WHOLE}[numbers]",)
+        "        step = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)",
+        "        step = (key, value, weights, inner, config.loss, scale, 1.0, mask)", (f"{WHOLE}[numbers]",)
     ),
     # The grid.
     "grid transposed at run time": Mutant(
@@ -157,7 +158,10 @@ MUTANTS = {
         '(query, "dwc_q", mask', '(query, "dwc_k", mask', (f"{WHOLE}[T5]",)
     ),
     # The softmax scale, and heads.
-    "scale dropped": Mutant("config.loss, match.scale,", "config.loss, 1.0,", (f"{SCALE}[None]",)),
+    "scale dropped": Mutant(
+        "        step = (key, value, weights, inner, config.loss, scale,",
+        "        step = (key, value, weights, inner, config.loss, 1.0,", (f"{SCALE}[None]",),
+    ),
     "the user's scale dropped": Mutant(
         "scale=float(scale) if scale is not None else", "scale=", (f"{SCALE}[0.7]",)
     ),
@@ -175,7 +179,7 @@ MUTANTS = {
         "nodes[spec.index]", "nodes[0]", (f"{CALLS}[:1]",)
     ),
     "revert leaves its hooks": Mutant(
-        "if isinstance(hook, GridRecorder)]", "if False]", (f"{REVERT}[False]",)
+        "if isinstance(hook, (GridRecorder, RefuseMaps))]", "if False]", (f"{REVERT}[False]",)
     ),
     "revert leaves the new parameters": Mutant(
         "        delattr(owner.get_submodule(parent), name)", "        pass", (f"{REVERT}[False]",)

@@ -55,6 +55,9 @@ def outputs(model: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
     found = tensors(model(*args, **kwargs))
     if hasattr(model, "forward_features"):
         found.append(model.forward_features(*args))
+    if hasattr(model, "class_token"):  # torchvision
+        tokens = model._process_input(*args)
+        found.append(model.encoder(torch.cat([model.class_token.expand(len(tokens), -1, -1), tokens], 1)))
     return [x for x in found if x.is_floating_point()]
 
 

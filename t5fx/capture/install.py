@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any, cast
@@ -35,9 +36,15 @@ class Linearized:
 
     _t5fx_base: type
     _t5fx_owner: Conversion
+    _t5fx_map_at: int | None  # where forward takes output_attentions by position
     training: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if _wants_map(self, args, kwargs):
+            raise CaptureError(
+                f"{self._t5fx_owner.name!r} is linearized and has no attention map, which output_attentions=True asks "
+                "for: call the model without it, or t5fx.revert(model) first"
+            )
         leaves, spec = tree_flatten((args, kwargs))
         key = call_key(spec, leaves, self.training)
         holes = [leaf for leaf in leaves if is_hole(leaf)]
@@ -69,11 +76,31 @@ class Linearized:
             warm(cast(nn.Module, self))
 
 
+def _wants_map(owner: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Whether transformers' ``output_attentions`` is on, in the call or in the configuration.
+
+    Its models collect the maps by hooks that pass over an owner without one, so nobody would notice.
+    """
+    at = owner._t5fx_map_at
+    return (
+        kwargs.get("output_attentions")
+        or (at is not None and len(args) > at and args[at])
+        or getattr(getattr(owner, "config", None), "output_attentions", False)
+    )
+
+
 @functools.cache
 def linearized_class(base: Any) -> type:
     """The subclass of ``base`` that an owner gets."""
     forward = functools.wraps(base.forward)(lambda self, *args, **kwargs: Linearized.forward(self, *args, **kwargs))
-    namespace = {"_t5fx_base": base, "forward": forward, "__module__": base.__module__, "__doc__": base.__doc__}
+    names = list(inspect.signature(base.forward).parameters)[1:]  # after self
+    namespace = {
+        "_t5fx_base": base,
+        "_t5fx_map_at": names.index("output_attentions") if "output_attentions" in names else None,
+        "forward": forward,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
     return type(f"Linearized{base.__name__}", (Linearized, base), namespace)
 
 
@@ -137,6 +164,17 @@ def install(owner: nn.Module, conversion: Conversion, graph: fx.Graph | None = N
         owner.meta.setdefault(_KEPT, {})["_t5fx_owner"] = conversion  # a deepcopy of a GraphModule keeps only these
     else:
         owner.__class__ = linearized_class(cast(Any, type(owner)))
+
+
+class RefuseMaps:
+    """A hook of a transformers model that collects attention maps by hooks: not all of them tell their layers."""
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+            raise CaptureError(
+                f"{type(module).__name__} is linearized: converted sites have no attention map, which "
+                "output_attentions=True asks for. Call it without, or t5fx.revert(model) first"
+            )
 
 
 class KeepSlowPath:

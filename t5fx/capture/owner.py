@@ -70,6 +70,7 @@ class Conversion:
     entries: dict[Any, list[Entry]] = field(default_factory=dict)
     calls: list[tuple[Any, bool]] = field(default_factory=list)
     original_graph: fx.Graph | None = None
+    processor: type | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "entries": {}, "original_graph": None}
@@ -131,7 +132,15 @@ def _attributes(owner: nn.Module) -> tuple[tuple[str, bool, Any], ...]:
             continue
         by_value = isinstance(value, _PLAIN)
         found.append((name, by_value, value if by_value else type(value)))
+    if "processor" in owner._modules:  # a processor may be a module; other submodules may change as they like
+        found.append(("processor", False, type(owner._modules["processor"])))
     return tuple(found)
+
+
+def processor_type(owner: nn.Module) -> type | None:
+    """The class of the object that computes a diffusers module's attention."""
+    processor = getattr(owner, "processor", None)
+    return None if processor is None else type(processor)
 
 
 def base_class(owner: nn.Module) -> Any:
@@ -237,7 +246,11 @@ def rewrite_owner(traced: Traced, conversion: Conversion, owner: nn.Module) -> f
     for spec in conversion.sites:
         try:
             node = canonicalize(graph, nodes[spec.index], values, owner.get_submodule, traced.mode)
-            found: Any = match(_operands(node, values), drop_bias=spec.config.drop_bias, uniform_mask=spec.uniform_mask)
+            call = _operands(node, values)
+            # A mask that was not there at conversion may be spread over the queries (transformers does that under
+            # torch.export): key_padding compares the numbers of one of four axes in every call.
+            uniform = spec.uniform_mask or (isinstance(call.attn_mask, Tensor) and call.attn_mask.dim() == 4)
+            found: Any = match(call, drop_bias=spec.config.drop_bias, uniform_mask=uniform)
         except Obstacle as obstacle:
             found = Refusal("form", str(obstacle))
         if isinstance(found, Refusal):
@@ -256,6 +269,13 @@ def add_entry(owner: nn.Module, conversion: Conversion, args: tuple, kwargs: dic
               traced: Traced | None = None) -> Entry:  # fmt: skip
     """Trace (unless done), rewrite and compile the owner's forward for one kind of call, and keep it."""
     leaves, spec = tree_flatten((args, kwargs))
+    if processor_type(owner) is not conversion.processor:
+        names = [getattr(kind, "__name__", "none") for kind in (conversion.processor, processor_type(owner))]
+        raise CaptureError(
+            f"the attention processor of {conversion.name!r} was {names[0]} when it was linearized and is {names[1]} "
+            "now: a processor computes softmax attention, and this module no longer does. Put the old one back, or "
+            "t5fx.revert(model), set the processor and linearize again"
+        )
     traced = traced or trace_owner(owner, args, kwargs, training)
     entry = generate(rewrite_owner(traced, conversion, owner), conversion.name, _attributes(owner))
     entry.holds = [x for x in leaves if not is_hole(x)]  # objects whose ids are in the key must stay alive

@@ -44,19 +44,12 @@ def load() -> Digits:
 
 
 def build() -> VisionTransformer:
-    """A freshly initialised softmax model: 4 blocks, 64 wide, 4 heads, averaging its grid tokens at the end."""
+    """A freshly initialised softmax model: 4 blocks, 64 wide, 2 heads, averaging its grid tokens at the end."""
     model = VisionTransformer(
-        img_size=8,
-        patch_size=2,
-        in_chans=1,
-        num_classes=10,
-        embed_dim=64,
-        depth=4,
-        num_heads=4,
-        mlp_ratio=2,
-        global_pool="avg",
-    )
-    # timm's 0.02 leaves the position almost invisible beside a 4-pixel patch: 92 % instead of 98 % after 40 epochs.
+        img_size=8, patch_size=2, in_chans=1, num_classes=10, global_pool="avg",
+        embed_dim=64, depth=4, num_heads=2, mlp_ratio=2,
+    )  # fmt: skip
+    # timm's 0.02 leaves the position almost invisible beside a 4-pixel patch: 92 % instead of 96 % after 40 epochs.
     assert model.pos_embed is not None
     nn.init.normal_(model.pos_embed, std=0.5)
     return model
