@@ -101,7 +101,7 @@ def test_one_mask_for_all_rows():
 BAD_MASKS = {
     "float": torch.zeros(2, 1, 1, 11, dtype=torch.float64),
     "differs between queries": torch.ones(2, 1, 11, 11, dtype=torch.bool).tril(),
-    "differs between heads": torch.ones(2, 2, 1, 11, dtype=torch.bool),
+    "differs between heads": torch.arange(22).view(1, 2, 1, 11).expand(2, 2, 1, 11) != 3,
     "one for all, differs between queries": torch.ones(11, 11, dtype=torch.bool),
 }
 

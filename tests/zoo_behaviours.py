@@ -198,7 +198,8 @@ def _at_another_size(entry: Entry, convert: Convert, down: int, right: int) -> N
 
 def _set_size(model: nn.Module, args: tuple) -> None:
     """timm models of a fixed size have a method that changes it."""
-    if hasattr(model, "set_input_size") and not getattr(model.patch_embed, "dynamic_img_pad", False):
+    embedding = getattr(model, "patch_embed", None)  # MaxViT has none, and takes what its windows divide
+    if hasattr(model, "set_input_size") and embedding is not None and not getattr(embedding, "dynamic_img_pad", False):
         model.set_input_size(img_size=tuple(args[0].shape[-2:]))
 
 

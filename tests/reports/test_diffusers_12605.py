@@ -5,7 +5,8 @@ The result looks right and is wrong.  Here a mask is either used, or the site is
 
 import pytest
 import torch
-from toys import images, key_padding, vit
+from toys import images, key_padding, louder, vit
+from zoo import build
 
 import t5fx
 
@@ -37,10 +38,8 @@ def test_a_mask_that_comes_later_is_refused():
 
 def test_joint_text_with_a_mask():
     """diffusers' own: Flux passes the mask of attention_kwargs on, and a converted site takes no float one."""
-    from zoo import build
-
     model, args, kwargs = build("diffusers/Flux")
-    t5fx.linearize(model, t5fx.everything, example_inputs=(args, kwargs))
+    louder(t5fx.linearize(model, t5fx.everything, example_inputs=(args, kwargs)))
     tokens = 7 + 64
     block = model.transformer_blocks[0]
     cis = model.pos_embed(torch.cat((kwargs["txt_ids"], kwargs["img_ids"])))
@@ -49,9 +48,9 @@ def test_joint_text_with_a_mask():
         keep = torch.ones(2, 1, 1, tokens, dtype=torch.bool)
         plain = block.attn(image, text, image_rotary_emb=cis)[0]
         all_kept = block.attn(image, text, attention_mask=keep, image_rotary_emb=cis)[0]
-        torch.testing.assert_close(all_kept, plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(all_kept, plain, rtol=1e-3, atol=1e-4)
         keep[..., :3] = False
         some = block.attn(image, text, attention_mask=keep, image_rotary_emb=cis)[0]
-        assert not torch.allclose(some, plain, rtol=1e-4, atol=1e-5)
-        with pytest.raises(t5fx.CaptureError, match="float mask"):
+        assert not torch.allclose(some, plain, rtol=1e-3, atol=1e-4)
+        with pytest.raises(t5fx.T5fxError, match="boolean mask"):
             block.attn(image, text, attention_mask=torch.zeros(2, 1, 1, tokens), image_rotary_emb=cis)

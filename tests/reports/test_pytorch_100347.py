@@ -32,7 +32,7 @@ def test_converted(batch_first):
     model = Layer(batch_first=batch_first).double().eval()
     x = torch.randn(2, 12, 16, dtype=torch.float64)
     given = x if batch_first else x.transpose(0, 1)
-    t5fx.linearize(model, t5fx.every, example_inputs=given, layout=t5fx.TokenLayout(grid=(3, 4)))
+    t5fx.linearize(model, t5fx.everything, example_inputs=given, layout=t5fx.TokenLayout(grid=(3, 4)))
     out = model(given) if batch_first else model(given).transpose(0, 1)
     torch.testing.assert_close(out, by_hand(model, x, grid=(3, 4)), rtol=1e-9, atol=1e-9)
 
@@ -40,7 +40,7 @@ def test_converted(batch_first):
 def test_exported():
     model = Layer(batch_first=True).eval()
     x = torch.randn(2, 9, 16)
-    t5fx.linearize(model, t5fx.every, example_inputs=x)
+    t5fx.linearize(model, t5fx.everything, example_inputs=x)
     program = torch.export.export(model, (x,), strict=False)
     targets = [str(node.target) for node in program.graph.nodes]
     assert sum(target.startswith("t5fx.inner_apply") for target in targets) == 1

@@ -44,7 +44,7 @@ def test_dropout_is_found_and_said():
     (site,) = t5fx.inspect(model, x)
     assert site.convertible
     assert any("dropout of 0.1" in note for note in site.notes)
-    t5fx.linearize(model, t5fx.every, example_inputs=x)
+    t5fx.linearize(model, t5fx.everything, example_inputs=x)
     torch.testing.assert_close(model(x), by_hand(model, x))
     assert torch.equal(model(x), model(x))  # nothing random is left
 
@@ -52,7 +52,7 @@ def test_dropout_is_found_and_said():
 def test_key_padding_mask():
     model, x = Net(mask="padding").eval(), torch.randn(2, 9, 16)
     keep = (torch.arange(9) < torch.tensor([[9], [6]]))[:, None, None]
-    t5fx.linearize(model, t5fx.every, example_inputs=(x, keep))
+    t5fx.linearize(model, t5fx.everything, example_inputs=(x, keep))
     torch.testing.assert_close(model(x, keep), by_hand(model, x, keep[:, 0, 0]))
     moved = x.clone()
     moved[1, 6:] += 7
@@ -67,7 +67,7 @@ def test_causal_mask_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half(dtype):
     model, x = Net().eval(), torch.randn(2, 9, 16)
-    t5fx.linearize(model, t5fx.every, example_inputs=x)
+    t5fx.linearize(model, t5fx.everything, example_inputs=x)
     exact = model(x)
     low = model.to(dtype)(x.to(dtype))
     assert low.dtype == dtype
@@ -76,6 +76,6 @@ def test_half(dtype):
 
 def test_half_from_the_start():
     model, x = Net().half().eval(), torch.randn(2, 9, 16).half()
-    t5fx.linearize(model, t5fx.every, example_inputs=x)
+    t5fx.linearize(model, t5fx.everything, example_inputs=x)
     assert model.ttt.w1.dtype == torch.float16
     torch.testing.assert_close(model(x), by_hand(model, x))

@@ -17,10 +17,11 @@ def test_one_dynamic_graph_with_every_site():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
     with torch.no_grad():
-        for size in ((8, 20), (12, 28), (16, 24)):
-            x = images(*size)
-            torch.testing.assert_close(compiled(x), model(x), rtol=1e-9, atol=1e-9)
-    assert counter.frame_count == 1
+        inputs = [images(*size) for size in ((8, 20), (12, 28), (16, 24))]
+        found = [compiled(x) for x in inputs]
+        assert counter.frame_count == 1
+        for x, out in zip(inputs, found, strict=True):
+            torch.testing.assert_close(out, model(x), rtol=1e-9, atol=1e-9)
     applied = [n for n in counter.graphs[0].graph.nodes if str(n.target).startswith("t5fx.inner_apply")]
     assert len(applied) == 2
 

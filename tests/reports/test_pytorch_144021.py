@@ -12,27 +12,27 @@ import t5fx
 
 
 class Model(nn.Module):
-    def forward(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v)
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 3 * 2 * 128)
+
+    def heads_of(self, x):
+        return self.qkv(x).unflatten(-1, (3, 2, 128)).permute(2, 0, 3, 1, 4)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.heads_of(x))
 
 
 def test_bfloat16_2980_tokens_dynamic():
-    def tokens():
-        return torch.randn(1, 2, 2980, 128, dtype=torch.bfloat16)
-
-    model = Model().eval()
-    example = (tokens(), tokens(), tokens())
-    layout = t5fx.TokenLayout(grid=(10, 298))
-    t5fx.linearize(model, t5fx.every, example_inputs=example, layout=layout)
+    model, x = Model().bfloat16().eval(), torch.randn(1, 2980, 32, dtype=torch.bfloat16)
+    t5fx.linearize(model, t5fx.everything, example_inputs=x, layout=t5fx.TokenLayout(grid=(10, 298)))
     with torch.no_grad():
-        model.ttt.bfloat16()
         compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
-        out, eager = compiled(*example), model(*example)
-        params = dict(model.ttt.named_parameters())
-        exact = t5fx.ops.ttt_attention(
-            *(x.double() for x in example), {n: p.double() for n, p in params.items()}, t5fx.T5, grid=(10, 298)
-        )
+        out, eager = compiled(x), model(x)
+        params = {name: parameter.double() for name, parameter in model.ttt.named_parameters()}
+        qkv = (y.double() for y in model.heads_of(x))
+        exact = t5fx.ops.ttt_attention(*qkv, params, t5fx.T5, grid=(10, 298))
     assert out.dtype == torch.bfloat16
     assert torch.isfinite(out).all()
     torch.testing.assert_close(out, eager, rtol=0.02, atol=1e-3 * float(eager.abs().max()))
-    assert (out.double() - exact).norm() < 0.02 * exact.norm()
+    assert (out.double() - exact).norm() < 0.03 * exact.norm()
