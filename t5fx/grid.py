@@ -27,6 +27,18 @@ from .errors import LayoutError
 Grid = tuple[int, ...]
 
 
+class GridCell:
+    """What one source last said.  An object of its own, so that compiled code can write it without reading others.
+
+    ``shape``: the grid as the shape of a tensor without data, where it was read from numbers.  Compiled code can't
+    read those again; sizes of tensors become dynamic, while every other number of an object means a compile.
+    """
+
+    def __init__(self) -> None:
+        self.grid: Grid | None = None
+        self.shape: Tensor | None = None
+
+
 class GridState:
     """What the grid sources of one model last said.
 
@@ -34,39 +46,43 @@ class GridState:
     from: where only a site was copied (peft trains such copies), the recorders are still those of the original.
     """
 
-    def __init__(self) -> None:
-        self.latest: dict[str, Grid] = {}
+    def __init__(self, sources: Sequence[str] = ()) -> None:
+        self.cells: dict[str, GridCell] = {source: GridCell() for source in sources}
         self.override: Grid | None = None
         self._by_thread: dict[tuple[int, str], Grid] = {}
         self._frames: weakref.WeakKeyDictionary[Any, dict[str, Grid]] = weakref.WeakKeyDictionary()
         self._met: dict[str, set[Grid]] = {}
-        self._shapes: dict[str, Tensor] = {}
         self._origin: GridState | None = None
 
+    def know(self, source: str) -> None:
+        """Make a place for what ``source`` will say."""
+        self.cells.setdefault(source, GridCell())
+
     def __deepcopy__(self, memo: dict) -> GridState:
-        twin = GridState()
-        twin._origin = self if self.latest or self._origin is None else self._origin
+        twin = GridState(list(self.cells))
+        spoken = any(cell.grid is not None for cell in self.cells.values())
+        twin._origin = self if spoken or self._origin is None else self._origin
         return twin
 
-    def record_read(self, source: str, grid: Grid) -> None:
-        """``grid`` was read from numbers, which compiled code can't do again: for that it is kept as the shape of a
-        tensor without data, since sizes of tensors become dynamic and numbers of objects mean a compile each."""
-        self.record(source, grid)
-        self._shapes[source] = torch.empty(*grid, 0)
-
     def record(self, source: str, grid: Grid) -> None:
-        self.latest[source] = grid
+        self.cells[source].grid = grid
         if not torch.compiler.is_compiling():
             self._by_thread[(threading.get_ident(), source)] = grid
             self._met.setdefault(source, set()).add(grid)
 
+    def record_read(self, source: str, grid: Grid) -> None:
+        """``grid`` was read from numbers."""
+        self.record(source, grid)
+        self.cells[source].shape = torch.empty(*grid, 0)
+
     def current(self, source: str) -> Grid | None:
         """The grid of this forward pass (or of the one that a checkpoint is running again)."""
-        if not self.latest and self._origin is not None:
+        cell = self.cells[source]
+        if self._origin is not None and cell.grid is None:
             return self._origin.current(source)
         if torch.compiler.is_compiling():
-            return tuple(self._shapes[source].shape[:-1]) if source in self._shapes else self.latest.get(source)
-        grid = self._by_thread.get((threading.get_ident(), source), self.latest.get(source))
+            return tuple(cell.shape.shape[:-1]) if cell.shape is not None else cell.grid
+        grid = self._by_thread.get((threading.get_ident(), source), cell.grid)
         frame = _checkpoint_frame()
         if frame is not None:
             kept = self._frames.setdefault(frame, {})
@@ -81,10 +97,10 @@ class GridState:
         return grid
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return {"sources": list(self.cells)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(state["sources"])  # type: ignore[misc]
 
 
 def _checkpoint_frame() -> Any:
@@ -111,6 +127,7 @@ class GridRecorder:
 
     def __init__(self, state: GridState, source: str, leaf: int, dims: Sequence[int], before: bool) -> None:
         self.state, self.source, self.leaf, self.dims, self.before = state, source, leaf, tuple(dims), before
+        state.know(source)
 
     def __call__(self, module: nn.Module, args: Any, *rest: Any) -> None:
         # A forward hook gets (module, args, output), a pre-hook with keywords (module, args, kwargs).
@@ -158,6 +175,8 @@ class SiteLayout:
     ) -> None:
         self.site, self.state, self.source = site, state, source
         self.grid, self.prefix, self.suffix = grid, prefix, suffix
+        if source is not None:
+            state.know(source)
 
     def resolve(self, tokens: int) -> tuple[int, list[int]]:
         """``(prefix, grid)`` for a sequence of ``tokens`` tokens.

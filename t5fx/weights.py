@@ -12,17 +12,18 @@ from .grid import SiteLayout
 from .inner import resolve
 
 
-class _Handover:
-    """Mixed into a convolution: its forward hands the parameters out, under the hooks of a forward."""
+class Depthwise2d(nn.Conv2d):
+    """A convolution whose forward hands its parameters out, under the hooks of a forward."""
 
-    def forward(self) -> tuple[Any, Any]:
-        return self.weight, self.bias  # type: ignore[attr-defined]
-
-
-class Depthwise2d(_Handover, nn.Conv2d): ...
+    def forward(self) -> tuple[Any, Any]:  # type: ignore[override]
+        return self.weight, self.bias
 
 
-class Depthwise3d(_Handover, nn.Conv3d): ...
+class Depthwise3d(nn.Conv3d):
+    """The same for video."""
+
+    def forward(self) -> tuple[Any, Any]:  # type: ignore[override]
+        return self.weight, self.bias
 
 
 _CONVOLUTION: dict[int, Any] = {2: Depthwise2d, 3: Depthwise3d}

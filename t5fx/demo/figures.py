@@ -59,29 +59,31 @@ def digit(image: np.ndarray) -> str:
 
 
 def curves(training: Sequence[tuple[int, float]], stages: Sequence[Stage]) -> str:
-    """Test accuracy by epoch: softmax training on the left, fine-tuning of the three models on the right."""
+    """Test error by epoch, logarithmic: softmax training on the left, fine-tuning of the three models on the right."""
     with plt.rc_context(_STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10.6, 3.6), gridspec_kw={"width_ratios": [1.25, 1]})
-        left.plot(*zip(*training, strict=True), color=COLOURS["softmax"], linewidth=1.6)
-        left.set_title("Training with softmax")
-        left.set_ylim(min(80, *(a for _, a in training[len(training) // 5 :])), 100.5)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10.6, 3.8), sharey=True, width_ratios=[1.25, 1])
+        _error(left, training, color=COLOURS["softmax"], linewidth=1.5)
         for stage in stages:
-            right.plot(
-                *zip(*stage.curve, strict=True),
-                color=COLOURS[stage.name],
-                marker="o",
-                markersize=3.2,
-                linewidth=1.6,
-                label=stage.name,
-            )
-        right.set_title("Fine-tuning, the same epochs for all three")
-        right.set_ylim(-3, 103)
-        right.legend(frameon=False, loc="lower right")
+            marks: dict[str, Any] = {"marker": "o", "markersize": 3.2, "linewidth": 1.6}
+            _error(right, stage.curve, color=COLOURS[stage.name], label=stage.name, **marks)
+        left.set_title("Training with softmax")
+        left.set_ylabel("test error, %")
+        left.set_yscale("log")
+        ticks = (0.5, 1, 2, 5, 10, 20, 50, 100)
+        left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        right.set_title("Fine-tuning: the same epochs for all three")
+        right.legend(frameon=False, loc="upper right")
         right.xaxis.get_major_locator().set_params(integer=True)
         for axes in (left, right):
             axes.set_xlabel("epoch")
-            axes.set_ylabel("test accuracy, %")
+            axes.minorticks_off()
         return _chart(figure)
+
+
+def _error(axes: Axes, curve: Sequence[tuple[int, float]], **look: Any) -> None:
+    """A log axis has no 0: no error at all is drawn at 0.1 %."""
+    epochs, accuracies = zip(*curve, strict=True)
+    axes.plot(epochs, [max(100 - accuracy, 0.1) for accuracy in accuracies], **look)
 
 
 def flops(costs: Sequence[Cost]) -> str:

@@ -100,7 +100,7 @@ converted and trained on for {extra} more epochs, {100 * extra / epochs:.0f} % o
 softmax model itself, given the same epochs and recipe: half of the loss follows the true labels, half the predictions
 of the softmax model as it was.</p>
 {_table(heads, rows)}
-<img class="chart" alt="accuracy by epoch" src="{figures.curves(training, stages)}"></section>"""
+<img class="chart" alt="test error by epoch" src="{figures.curves(training, stages)}"></section>"""
 
 
 def _digits(data: Digits, predictions: dict[str, Tensor]) -> str:
