@@ -11,6 +11,7 @@ from toys import Attention, Block, by_hand, images, vit
 import t5fx
 
 
+@torch._dynamo.config.patch(specialize_float=True)  # else Dynamo starts its one compile anew at the first float
 def test_one_dynamic_graph_with_every_site():
     model = vit()
     t5fx.linearize(model, t5fx.everything, example_inputs=images())
