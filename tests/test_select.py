@@ -51,7 +51,7 @@ NO = Refusal("causal", "causal attention")
         ("blocks.3.*", [3]),  # a string is a glob
         (lambda s: s.block_index > 4, [5, 6]),
     ],
-    ids=str,
+    ids=lambda value: "lambda" if type(value).__name__ == "function" else str(value),
 )
 def test_what_a_selector_chooses(select, expected):
     assert indices(row(7), select) == expected
