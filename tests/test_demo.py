@@ -122,8 +122,7 @@ def test_a_wrong_reload_is_an_error(quick, tmp_path, monkeypatch):
 )
 def test_verdict(half, whole, answers):
     stages = [
-        training.Stage(str(n), torch.nn.Identity(), n, 4, 0, 0, tuned)
-        for n, tuned in ((0, 98.0), (2, half), (4, whole))
+        training.Stage(str(n), digits.build(), n, 4, 0, 0, tuned) for n, tuned in ((0, 98.0), (2, half), (4, whole))
     ]
     assert [line.split("]")[1].split("[")[0] for line in script.verdict(stages).splitlines()] == answers
 

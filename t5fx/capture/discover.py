@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
@@ -241,7 +242,8 @@ def _run(model: nn.Module, args: tuple, kwargs: dict[str, Any], mode: FakeTensor
         for i, leaf in enumerate(leaves):
             observer.tracker.put_input(leaf, f"input{i}")
             if leaf.is_floating_point() and leaf.dim() == 3:
-                found = packed.find(model, *given, int(leaf.shape[1]))
+                with _disable_current_modes():  # what the user gave is read, numbers and all
+                    found = packed.find(model, *given, int(leaf.shape[1]))
                 if found is not None:
                     atom = observer.tracker.axes(leaf)[1][0]
                     observer.packed[id(atom)] = (GridSource("", "input", path=found[0]), found[1])

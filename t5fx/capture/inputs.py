@@ -150,7 +150,8 @@ def _diffusers(model: Any, hw: tuple[int, int] | None) -> dict[str, Any]:
             rows = torch.arange(half[0]).repeat_interleave(half[1])
             columns = torch.arange(half[1]).repeat(half[0])
             ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=1)
-            kwargs[name] = ids.to(device=place["device"], dtype=place["dtype"])
+            device = None if on_meta(model) else place["device"]  # their numbers say where the tokens lie
+            kwargs[name] = ids.to(device=device, dtype=place["dtype"])
         elif name == "txt_ids":
             kwargs[name] = torch.zeros(text_length, 3, **place)
         elif name == "img_shapes":

@@ -97,8 +97,8 @@ def _accuracy(results: dict[str, Any], stages: Sequence[Stage], training: Sequen
 <p>A small ViT (4 blocks, {results["parameters"]:,} parameters) is trained with softmax for {epochs} epochs on
 {results["train_images"]:,} images of scikit-learn's digits and tested on {results["test_images"]}. Copies of it are
 converted and trained on for {extra} more epochs, {100 * extra / epochs:.0f} % of the training. The control is the
-softmax model itself, given the same epochs and recipe: half of the loss follows the true labels, half the predictions
-of the softmax model as it was.</p>
+softmax model itself, given the same epochs and recipe: the loss is the labels' cross-entropy, and the distance of the
+patch features after the last block from those of the softmax model as it was trained.</p>
 {_table(heads, rows)}
 <img class="chart" alt="test error by epoch" src="{figures.curves(training, stages)}"></section>"""
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from timm.models.vision_transformer import VisionTransformer
 
 import t5fx
 
@@ -22,7 +23,7 @@ from . import costs, digits, photos, report, training
 from .digits import Digits
 from .training import Stage
 
-EPOCHS, QUICK_EPOCHS = 200, 2
+EPOCHS, QUICK_EPOCHS = 160, 2
 QUICK_SIZES = (224, 518)
 
 
@@ -91,7 +92,9 @@ def play(options: argparse.Namespace, console: Console | None = None) -> None:
     console.print(f"Report: [bold]{path}[/bold]   ({results['seconds']:.0f} s)", highlight=False)
 
 
-def _train(progress: Progress, data: Digits, epochs: int, seed: int) -> tuple[list[tuple[int, float]], torch.nn.Module]:
+def _train(
+    progress: Progress, data: Digits, epochs: int, seed: int
+) -> tuple[list[tuple[int, float]], VisionTransformer]:
     torch.manual_seed(seed)
     model = digits.build()
     tick = _bar(progress, "train with softmax", epochs)
