@@ -312,6 +312,7 @@ def replace(written: Written, graph: fx.Graph, emit: Callable[..., fx.Node], val
     folded = _unfold((query, key, value), values)
     if folded is not None:
         query, key, value = folded
+        query, key = (_without_factor(node, written, values) for node in (query, key))
     mask = _mask(written, emit, values)
     if mask is not None and folded is not None and values[mask].dim() == 3:
         raise Obstacle("a mask lies over heads that are folded into the batch")
@@ -337,6 +338,20 @@ def replace(written: Written, graph: fx.Graph, emit: Callable[..., fx.Node], val
 def _erase(node: fx.Node, graph: fx.Graph) -> None:
     if not node.users and node.graph is graph and not node._erased:
         graph.erase_node(node)
+
+
+def _without_factor(node: Any, written: Written, values: dict[fx.Node, Any]) -> fx.Node:
+    """A query (or key) that was scaled before its heads were folded into the batch: the factor goes to the scores."""
+    while name_of(node) in ("mul", "div") and len(node.args) == 2:
+        first, second = node.args
+        number = values.get(second, second) if isinstance(second, fx.Node) else second
+        if not isinstance(number, (int, float)) or not isinstance(first, fx.Node):
+            break
+        if isinstance(second, fx.Node):
+            written.factors.append(second)
+        written.scale = written.scale / number if name_of(node) == "div" else written.scale * number
+        node = first
+    return node
 
 
 def _untransposed(node: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
