@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options, console)
     except T5fxError as error:
-        Console(stderr=True).print(f"[red]t5fx:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]t5fx:[/red] {escape(str(error))}", highlight=False)
         return 1
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="safetensors file of timm's vit_small_patch14_dinov2 (default: in ../shared/weights)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of initial weights, batches and augmentation")
-    parser.add_argument("--threads", type=int, help="torch's threads (default: torch's choice)")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads (default 1: the model is small)")
     parser.add_argument("--quick", action="store_true", help="a few epochs only: shows that it runs, proves nothing")
 
 

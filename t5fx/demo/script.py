@@ -31,8 +31,7 @@ def play(options: argparse.Namespace, console: Console | None = None) -> None:
     """Run everything and write ``options.out``; see :func:`t5fx.demo.run`."""
     console = console or Console()
     begin = time.perf_counter()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
     epochs = QUICK_EPOCHS if options.quick else EPOCHS
