@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .written import VIEWS, Obstacle, Recognizer, Written, replace
+from .replace import replace
+from .written import VIEWS, Obstacle, Recognizer, Written
 
 SDPA_FUNCTIONS = {
     F.scaled_dot_product_attention,

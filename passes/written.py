@@ -6,22 +6,17 @@
 
 From every softmax the graph is walked back to the product of query and key and on to the product with value.  What
 lies between must be understood: a factor, a mask, a cast, a dropout.  Anything else (heads that are mixed, a map that
-is pooled) is an :class:`Obstacle`, and the site is refused with it.  :func:`check` then runs both forms on random
-numbers: what is not equal is not trusted.
+is pooled) is an :class:`Obstacle`, and the site is refused with it.  :mod:`t5fx.passes.canonicalize` then runs both
+forms on random numbers (what is not equal is not trusted), and :mod:`t5fx.passes.replace` writes the SDPA node.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
-
-from ..capture.proxy import expect
 
 
 class Obstacle(Exception):
@@ -57,9 +52,9 @@ class Written:
     factors: list[fx.Node] = field(default_factory=list)  # numbers that the scale was computed from
 
 
-_CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone", "type", "_to_copy"}
+CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "contiguous", "clone", "type", "_to_copy"}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "unsafe_view"}
-_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 
 
 def name_of(node: fx.Node, modules: Callable[[str], nn.Module] | None = None) -> str:
@@ -127,7 +122,7 @@ class Recognizer:
 
     def _leads_to_product(self, node: fx.Node, depth: int = 12) -> bool:
         """Whether the scores come, through whatever, from a product of two activations."""
-        if self.name(node) in _PRODUCTS and sum(self._is_activation(a) for a in self._operands(node)) >= 2:
+        if self.name(node) in PRODUCTS and sum(self._is_activation(a) for a in self._operands(node)) >= 2:
             return True
         if depth == 0 or node.op in ("placeholder", "get_attr"):
             return False
@@ -139,7 +134,7 @@ class Recognizer:
 
     def _reaches_product(self, node: fx.Node, depth: int = 8) -> bool:
         for user in node.users:
-            if self.name(user) in _PRODUCTS and self._operands(user)[0] is node:
+            if self.name(user) in PRODUCTS and self._operands(user)[0] is node:
                 return True
             if depth and self.is_tensor(user) and self._reaches_product(user, depth - 1):
                 return True
@@ -159,10 +154,10 @@ class Recognizer:
             written.chain.append(node)
             name = self.name(node)
             args: list[Any] = list(node.args)
-            if name in _PRODUCTS:
+            if name in PRODUCTS:
                 written.product = node
                 return self._product(node, written)
-            if name in _CASTS or name in VIEWS:
+            if name in CASTS or name in VIEWS:
                 node = args[0]
             elif name in ("mul", "div") and len(args) == 2:
                 node = self._factor(name, args, written)
@@ -260,10 +255,10 @@ class Recognizer:
     def _forth(self, node: fx.Node, written: Written) -> None:
         while True:
             written.chain.append(node)
-            product = next((u for u in node.users if self.name(u) in _PRODUCTS and self._operands(u)[0] is node), None)
+            product = next((u for u in node.users if self.name(u) in PRODUCTS and self._operands(u)[0] is node), None)
             if product is not None:
                 break
-            step = next((u for u in node.users if self.name(u) in _CASTS or "dropout" in self.name(u)), None)
+            step = next((u for u in node.users if self.name(u) in CASTS or "dropout" in self.name(u)), None)
             if step is None:
                 step = next((u for u in node.users if self.name(u) == "identity"), None)
             if step is None:
@@ -295,126 +290,3 @@ class Recognizer:
         probabilities, _, value = left.partition(",")
         if out != probabilities[:-1] + value[-1:] or value != f"{probabilities[:-2]}{probabilities[-1]}{value[-1:]}":
             raise Obstacle(f"einsum {equation!r} is not the attention map times a value")
-
-
-# -- one SDPA node instead ------------------------------------------------------------------------------------
-
-
-def replace(written: Written, graph: fx.Graph, emit: Callable[..., fx.Node], values: dict[fx.Node, Any]) -> fx.Node:
-    """Write ``written`` as one SDPA node; an attention map that is returned beside becomes None.
-
-    ``emit(function or method name, args, kwargs)`` adds a node with its example value.
-    """
-    key = written.key
-    if written.key_transposed:
-        key = _untransposed(key, values) or emit("transpose", (key, -2, -1), {})
-    query, value = written.query, written.value
-    folded = _unfold((query, key, value), values)
-    if folded is not None:
-        query, key, value = folded
-        query, key = (_without_factor(node, written, values) for node in (query, key))
-    mask = _mask(written, emit, values)
-    if mask is not None and folded is not None and values[mask].dim() == 3:
-        raise Obstacle("a mask lies over heads that are folded into the batch")
-    for factor in written.factors:
-        emit(expect, (factor, values[factor]), {})
-    kwargs = {"attn_mask": mask, "dropout_p": written.dropout, "scale": written.scale}
-    out = emit(F.scaled_dot_product_attention, (query, key, value), kwargs)
-    last = out
-    if folded is not None:
-        last = emit("flatten", (out, 0, 1), {})
-    if values[last].dtype != values[written.out].dtype:
-        last = emit("to", (last, values[written.out].dtype), {})
-    written.out.replace_all_uses_with(last)
-    for user in written.map_users:
-        if user.op != "output":
-            raise Obstacle(f"the attention map is also used by {user.name}")
-        user.args = fx.node.map_arg(user.args, lambda n: None if n in written.chain else n)
-    for node in (written.out, *written.chain[::-1]):
-        _erase(node, graph)
-    return out
-
-
-def _erase(node: fx.Node, graph: fx.Graph) -> None:
-    if not node.users and node.graph is graph and not node._erased:
-        graph.erase_node(node)
-
-
-def _without_factor(node: Any, written: Written, values: dict[fx.Node, Any]) -> fx.Node:
-    """A query (or key) that was scaled before its heads were folded into the batch: the factor goes to the scores."""
-    while name_of(node) in ("mul", "div") and len(node.args) == 2:
-        first, second = node.args
-        number = values.get(second, second) if isinstance(second, fx.Node) else second
-        if not isinstance(number, (int, float)) or not isinstance(first, fx.Node):
-            break
-        if isinstance(second, fx.Node):
-            written.factors.append(second)
-        written.scale = written.scale / number if name_of(node) == "div" else written.scale * number
-        node = first
-    return node
-
-
-def _untransposed(node: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
-    """The node that ``node`` is the transpose of its last two axes of."""
-    dims = values[node].dim()
-    if name_of(node) in ("transpose", "swapaxes") and {d % dims for d in node.args[1:3]} == {dims - 1, dims - 2}:
-        return node.args[0]
-    return None
-
-
-def _unfold(nodes: tuple[fx.Node, ...], values: dict[fx.Node, Any]) -> tuple[fx.Node, ...] | None:
-    """[batch * heads, tokens, channels] operands as the [batch, heads, ...] ones that they were reshaped from."""
-    if any(values[n].dim() != 3 for n in nodes):
-        return None
-    found = []
-    node: Any
-    for node in nodes:
-        shape = values[node].shape
-        while isinstance(node, fx.Node) and name_of(node) in ("view", "reshape", "flatten", "contiguous", *_CASTS):
-            node = node.args[0]
-            if values[node].dim() == 4 and values[node].shape[2:] == shape[1:]:
-                found.append(node)
-                break
-    heads = {values[n].shape[:2] for n in found}
-    return tuple(found) if len(found) == len(nodes) and len(heads) == 1 else None
-
-
-def _mask(written: Written, emit: Callable[..., fx.Node], values: dict[fx.Node, Any]) -> fx.Node | None:
-    """All masks as one: boolean (True = attend) if they are boolean, the sum if they are float."""
-    kinds = {mask.kind == "float" for mask in written.masks}
-    if len(kinds) > 1:
-        raise Obstacle("a float and a boolean mask lie over the same scores")
-    total = None
-    for mask in written.masks:
-        one = mask.node
-        if mask.kind == "hide":
-            one = emit("logical_not", (one,), {})
-        elif mask.kind == "keep":
-            one = emit("to", (one, torch.bool), {})
-        if written.product is not None and values[mask.scores].shape != values[written.product].shape:
-            fill = torch.zeros_like if mask.kind == "float" else torch.ones_like
-            like = emit(fill, (mask.scores,), {} if mask.kind == "float" else {"dtype": torch.bool})
-            one = emit(operator.add if mask.kind == "float" else operator.and_, (like, one), {})
-            one = emit("view_as", (one, written.product), {})
-        if total is not None:
-            one = emit(operator.add if mask.kind == "float" else operator.and_, (total, one), {})
-        total = one
-    return total
-
-
-_PURE = {
-    *_PRODUCTS, *_CASTS, *VIEWS, "mul", "div", "add", "and", "view_as", "zeros_like", "ones_like", "transpose",
-    "logical_not", "masked_fill", "softmax", "unsqueeze", "permute", "getitem", "index", "size", "sigmoid", "neg",
-    "getattr", "expand", "squeeze", "mT",
-}  # fmt: skip
-
-
-def sweep(graph: fx.Graph) -> None:
-    """Drop what nobody reads any more after a site was rewritten: its scores, and a bias that was dropped."""
-    for node in reversed(graph.nodes):
-        target = (
-            str(node.target).rsplit(".", 1)[-1] if node.op == "call_method" else getattr(node.target, "__name__", "")
-        )
-        in_place = (target.endswith("_") and not target.endswith("__")) or target.startswith("__i")
-        if not node.users and (node.op == "get_attr" or (name_of(node) in _PURE and not in_place)):
-            graph.erase_node(node)

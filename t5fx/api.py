@@ -18,7 +18,7 @@ from .capture.owner import Conversion, SiteSpec, add_entry, processor_type, rewr
 from .config import T5, TTTConfig
 from .errors import ConfigError, T5fxError
 from .grid import GridRecorder, GridState, PackedRecorder
-from .layout import UserLayout, grid_axes, recorder_key, source_name
+from .layout import UserLayout, grid_axes, source_name
 from .plan import Plan, PlannedSite, make_plan
 from .report import Report
 from .select import choose, every_other
@@ -121,12 +121,12 @@ def _apply(model: nn.Module, plan: Plan, chosen: Sequence[PlannedSite]) -> None:
                 add_entry(modules[owner], conversions[owner], args, kwargs, training, traced)
     clear_fake_caches()
     rules = [p.rule for p in chosen if p.rule is not None and plan.config.dwc is not None]
-    sources = {recorder_key(r.source): r.source for r in rules if r.source is not None}
+    sources = list(dict.fromkeys(r.source for r in rules if r.source is not None))
     names = {planned.site.name for planned in chosen}
     described = tuple(p.site.replace(selected=p.site.name in names) for p in plan.sites)
     report = Report(type(model).__name__, described, plan.config, converted=True, how=plan.how)
     owners = {owner: list(c.sites) for owner, c in conversions.items()}
-    record = Record(plan.config, report, owners, list(sources.values()))
+    record = Record(plan.config, report, owners, sources)
     try:
         for parent, name, new in weights:
             parent.add_module(name, new)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .capture import axes as ax
 from .capture.axes import Axis, rank_of, size_of
@@ -174,7 +173,3 @@ def _unknown(site: Site, why: str) -> Refusal:
 def grid_axes(layout: TokenLayout | None) -> int:
     """How many axes the depthwise convolutions of a site have: 2, or 3 for video."""
     return len(layout.grid) if layout is not None and layout.grid is not None else 2
-
-
-def recorder_key(source: GridSource) -> tuple[Any, ...]:
-    return (source.module, source.side, source.leaf, source.dims, source.path)

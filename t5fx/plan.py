@@ -43,7 +43,6 @@ class PlannedSite:
 
     site: Site
     owner: str  # the module that is traced and installed; site.owner lies in it (a GraphModule holds many)
-    match: Match | None = None
     rule: LayoutRule | None = None
     uniform_mask: bool = False
 
@@ -230,7 +229,7 @@ def _plan_site(seen: Seen, modules: dict[str, nn.Module], plan: Plan, layout: Us
         break_even_tokens=cost.break_even_tokens,
         refusal=refusal,
     )
-    return PlannedSite(site, seen.owner, found if isinstance(found, Match) else None, rule, seen.mask_is_uniform)
+    return PlannedSite(site, seen.owner, rule, seen.mask_is_uniform)
 
 
 def _notes(seen: Seen, plan: Plan) -> tuple[str, ...]:

@@ -22,8 +22,9 @@ from ..errors import CaptureError
 from ..passes.canonicalize import AttentionCall, bind, canonicalize, occurrences
 from ..passes.match import match, value_of
 from ..passes.registry import FORWARDS
+from ..passes.replace import sweep
 from ..passes.rewrite import rewrite
-from ..passes.written import Obstacle, sweep
+from ..passes.written import Obstacle
 from ..site import Refusal
 from .dryrun import fake_buffers, new_fake_mode, preserved, to_fake
 from .trace import Traced, is_hole, trace
