@@ -1,0 +1,117 @@
+"""What every fused kernel computes, and the shape of its call.
+
+One *problem* is a whole converted attention site, :func:`t5fx.ops.ttt_attention`: key norm, the depthwise
+convolutions of queries and keys, one gradient step of the inner model, and the inner model applied to the queries.
+Shapes as in :mod:`t5fx.ops`: query [B, H, Nq, D], key [B, H, N, D], value [B, H, N, Dv], weights [H, ...].
+
+With ``e`` the residual of the loss (``-value`` for dot, ``f(key) - value`` for mse) and ``n_b`` the tokens that take
+part in row b (N without a mask), a kernel forms the *unscaled* gradients ``G = sum over tokens`` and
+
+    fast = weight - rate[h] / n_b * G            (float32; rate = scale * inner_lr, one value a head)
+
+so that nothing small is ever rounded to float16 on its way into a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The numbers of a site that are no tensors.
+
+    inner: "swiglu" or "mlp". loss: "dot" or "mse". eps: of the key norm, None for no key norm.
+    grid: (w,), (h, w) or (t, h, w), tokens [prefix, prefix + prod(grid)) in row-major order; empty for no convolution.
+    mask_query: the mask holds for the queries too (self-attention); it only matters to their convolution.
+    """
+
+    inner: str
+    loss: str
+    eps: float | None
+    prefix: int
+    grid: tuple[int, ...]
+    mask_query: bool
+
+
+class Convolution(NamedTuple):
+    """weight [H*D, 1, k, k] (as many k as the grid has axes), bias [H*D] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Saved(NamedTuple):
+    """What forward leaves for backward, all float32: stats [B, H, 2, D] (mean, 1/sqrt(var + eps); empty without
+    key norm) and the fast weights [B, H, ...]."""
+
+    stats: Tensor
+    fast: list[Tensor]
+
+
+class Gradients(NamedTuple):
+    """In the dtypes of what they belong to; a convolution's is None where there is none. ``rate`` is float32 [H]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: list[Tensor]
+    rate: Tensor
+    conv_query: Convolution | None
+    conv_key: Convolution | None
+
+
+class Kernel(Protocol):
+    """One implementation. ``output`` is [B, H, Nq, Dv] over memory [B, Nq, H, Dv], so that joining heads is a view."""
+
+    name: str
+
+    def refuse(
+        self,
+        problem: Problem,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Sequence[Tensor],
+        conv_query: Convolution | None,
+        conv_key: Convolution | None,
+        mask: Tensor | None,
+    ) -> str | None:
+        """Why this kernel can't take such a call (the tensors may be fake: shapes, dtypes, devices), or None."""
+        ...
+
+    def forward(
+        self,
+        problem: Problem,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Sequence[Tensor],
+        rate: Tensor,
+        conv_query: Convolution | None,
+        conv_key: Convolution | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Saved]:
+        """The output, in query's dtype, and what backward needs."""
+        ...
+
+    def backward(
+        self,
+        problem: Problem,
+        grad: Tensor,
+        saved: Saved,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Sequence[Tensor],
+        rate: Tensor,
+        conv_query: Convolution | None,
+        conv_key: Convolution | None,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """All gradients, from the output's ``grad`` [B, H, Nq, Dv], any strides."""
+        ...
