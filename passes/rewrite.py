@@ -13,8 +13,9 @@ becomes (mask and grouped heads left away)
     fast = t5fx.inner_step(k, v, [w["w1"], w["w2"], w["w3"]], "swiglu", "dot", scale, lr)
     out  = t5fx.inner_apply(q, fast, "swiglu")
 
-which is :func:`t5fx.ops.ttt_attention` written as graph nodes.  The parameters come from a call of ``ttt`` and not from
-its attributes, so that hooks which bring a module's weights for its forward (offloading, sharding) bring these too.
+which is :func:`t5fx.ops.ttt_attention` written as graph nodes.  Where ``lr`` is learned it is 1.0 here, and
+``w["inner_lr"]`` is the step's last argument.  The parameters come from a call of ``ttt`` and not from its attributes,
+so that hooks which bring a module's weights for its forward (offloading, sharding) bring these too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def rewrite(graph: fx.Graph, node: fx.Node, match: Match, config: TTTConfig, ttt
         weights = [_item(graph, parameters, name) for name in weight_names(config.inner_name)]
         inner = config.inner_name
         scale = call.scale if isinstance(call.scale, fx.Node) else match.scale  # a node where sizes decide it
-        step = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)
+        step: tuple = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)
+        if config.learn_inner_lr:  # a parameter in place of the number
+            step = (*step[:-2], 1.0, mask, _item(graph, parameters, "inner_lr"))
         fast = graph.call_function(op.inner_step.default, step)
         out = graph.call_function(op.inner_apply.default, (query, fast, inner))
     node.replace_all_uses_with(out)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError, RecipeError
-from .inner import INNER, LOSSES, InnerModel, class_name, op_name
+from .inner import INNER, LOSSES, InnerModel, class_name, op_name, weight_names
 
 # The fast weights are trained on L(y, v), and v reaches them only through dL/dy. Where d2L/(dy dv) is
 # zero, no gradient reaches the value projection and the site can't learn it (a finding of ViT3).
@@ -26,6 +26,7 @@ class TTTConfig:
     inner: "swiglu", "mlp", or an object with the two methods of :class:`t5fx.inner.InnerModel`.
     loss: "dot" or "mse", what the inner model is trained on at test time.
     inner_lr: step size of that training.
+    learn_inner_lr: make the step size a parameter of the site, one value per head; ``inner_lr`` is where it starts.
     hidden_ratio: width of the inner model over head_dim.
     key_norm, key_norm_eps: standardise the keys over the tokens. Without it, training diverges (T5).
     dwc: side of the depthwise convolution on queries and keys (odd, 3 or more), or None for none.
@@ -45,6 +46,7 @@ class TTTConfig:
     dwc: int | None = 3
     init_std: float = 0.02
     drop_bias: bool = False
+    learn_inner_lr: bool = False
     #: The string by which the operators know ``inner``.
     inner_name: str = field(init=False, repr=False, compare=False, default="")
 
@@ -57,7 +59,7 @@ class TTTConfig:
         _check_loss(self.loss)
         for name in ("inner_lr", "hidden_ratio", "key_norm_eps", "init_std"):
             object.__setattr__(self, name, _positive(name, getattr(self, name)))
-        for name in ("key_norm", "drop_bias"):
+        for name in ("key_norm", "drop_bias", "learn_inner_lr"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.dwc is not None and (type(self.dwc) is not int or self.dwc < 3 or self.dwc % 2 == 0):
@@ -65,6 +67,11 @@ class TTTConfig:
                 f"dwc must be an odd kernel size of 3 or more, or None for no convolution: got {self.dwc!r}"
             )
         object.__setattr__(self, "inner_name", op_name(self.inner))
+        if self.learn_inner_lr and "inner_lr" in weight_names(self.inner_name):
+            raise ConfigError(
+                f"the inner model {self.inner_name} has a weight 'inner_lr', which is the name of the step size with "
+                "learn_inner_lr=True: give the weight another name"
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled in another process, a custom inner model has yet to be made known to the operators.

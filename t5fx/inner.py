@@ -149,14 +149,16 @@ def _loss_slope(loss: str, predict: Callable[[], Tensor], value: Tensor) -> Tens
 
 
 def _descend(
-    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rate: float, tokens: int | Tensor
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], rate: float | Tensor, tokens: int | Tensor
 ) -> dict[str, Tensor]:
-    """``weights - gradients * rate / tokens``: [heads, ...] - [B, heads, ...]; tokens is N or one N a row."""
+    """``weights - gradients * rate / tokens``: [heads, ...] - [B, heads, ...]; rate is a number or one a head [heads],
+    tokens is N or one N a row."""
 
     def mean(gradient: Tensor) -> Tensor:
+        step = gradient * (rate.view(-1, *[1] * (gradient.ndim - 2)) if isinstance(rate, Tensor) else rate)
         if isinstance(tokens, Tensor):
-            return gradient * rate / tokens.view(-1, *[1] * (gradient.ndim - 1))
-        return gradient * rate / tokens
+            return step / tokens.view(-1, *[1] * (gradient.ndim - 1))
+        return step / tokens
 
     return {name: weights[name] - mean(gradients[name]) for name in weights}
 
@@ -197,14 +199,14 @@ def functional_step(
     *,
     loss: str,
     scale: float,
-    lr: float,
+    lr: float | Tensor,
     mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """One gradient step of any inner model, for all batch rows and heads: the fast weights.
 
-    weights: each [heads, ...]; key [B, heads, N, head_dim]; value [B, heads, N, value_dim]; mask bool
-    [B, N], True where a token takes part. Returns each weight as [B, heads, ...]. All in one dtype;
-    nothing is cast here. Differentiable in weights, key and value.
+    weights: each [heads, ...]; key [B, heads, N, head_dim]; value [B, heads, N, value_dim]; lr a number or one
+    a head [heads]; mask bool [B, N], True where a token takes part. Returns each weight as [B, heads, ...].
+    All in one dtype; nothing is cast here. Differentiable in weights, key, value and a tensor lr.
     """
 
     def head_loss(weights: dict[str, Tensor], key: Tensor, value: Tensor, mask: Tensor | None = None):

@@ -124,11 +124,13 @@ def inner_step(
     scale: float,
     lr: float,
     mask: Tensor | None = None,
+    head_lr: Tensor | None = None,
 ) -> list[Tensor]:
-    """The fast weights: ``w - lr * dL/dw`` for each row and head, in the order of ``weights``.
+    """The fast weights: ``w - lr * head_lr[h] * dL/dw`` for each row and head, in the order of ``weights``.
 
-    inner is "swiglu", "mlp" or the ``inner_name`` of a TTTConfig; the loss is in :mod:`t5fx.inner`.
-    Differentiable in key, value and weights. Raises ConfigError, MaskError.
+    inner is "swiglu", "mlp" or the ``inner_name`` of a TTTConfig; the loss is in :mod:`t5fx.inner`. head_lr [H] is a
+    factor on ``lr`` for each head, None for 1. Differentiable in key, value, weights and head_lr. Raises ConfigError,
+    MaskError.
     """
     model, named = resolve(inner), _by_name(inner, weights)
     if loss not in LOSSES:
@@ -136,15 +138,18 @@ def inner_step(
     for name, weight in named.items():
         if weight.shape[0] != key.shape[1]:
             raise ConfigError(f"inner weight {name!r} has {weight.shape[0]} heads, key has {key.shape[1]}")
+    if head_lr is not None and (head_lr.ndim != 1 or head_lr.shape[0] != key.shape[1]):
+        raise ConfigError(f"head_lr must be one number a head, [{key.shape[1]}]: got {list(head_lr.shape)}")
     if mask is not None:
         check_mask(mask, key)
     with _no_autocast(key):
-        dtype = _compute_dtype(key, value, *weights)
+        dtype = _compute_dtype(key, value, *weights, *([] if head_lr is None else [head_lr]))
         named = {name: weight.to(dtype) for name, weight in named.items()}
         if inner not in INNER:
             _check_transforms(inner)
         step = model.step if inner in INNER else partial(functional_step, model)
-        fast = step(named, key.to(dtype), value.to(dtype), loss=loss, scale=scale, lr=lr, mask=mask)
+        rate = lr if head_lr is None else head_lr.to(dtype) * lr
+        fast = step(named, key.to(dtype), value.to(dtype), loss=loss, scale=scale, lr=rate, mask=mask)
         return [fast[name] for name in named]
 
 
@@ -178,14 +183,16 @@ def ttt_attention(
 ) -> Tensor:
     """What a converted site computes in place of ``F.scaled_dot_product_attention(query, key, value)``.
 
-    params: the inner model's weights by name and, unless ``config.dwc`` is None, "dwc_q.weight",
-    "dwc_q.bias", "dwc_k.weight", "dwc_k.bias" (a bias may be left away). ``scale`` is D^-1/2 by default.
+    params: the inner model's weights by name; unless ``config.dwc`` is None, "dwc_q.weight", "dwc_q.bias",
+    "dwc_k.weight", "dwc_k.bias" (a bias may be left away); with ``config.learn_inner_lr``, "inner_lr" [H], which
+    takes the place of ``config.inner_lr``. ``scale`` is D^-1/2 by default.
     The mask is for the keys, and for the queries where there are as many (self-attention). Raises
     LayoutError when a convolution has no grid, ConfigError when a parameter is missing, MaskError.
     """
     op = torch.ops.t5fx
     names = weight_names(config.inner_name)
     wanted = [*names, *(["dwc_q.weight", "dwc_k.weight"] if config.dwc is not None else [])]
+    wanted += ["inner_lr"] if config.learn_inner_lr else []
     missing = [name for name in wanted if name not in params]
     if missing:
         raise ConfigError(f"ttt_attention needs the parameters {', '.join(missing)}; it got {list(params)}")
@@ -204,7 +211,8 @@ def ttt_attention(
         key = op.dwc.default(key, params["dwc_k.weight"], key_bias, prefix, grid, mask)
     weights = [params[name] for name in names]
     inner = config.inner_name
-    fast = op.inner_step.default(key, value, weights, inner, config.loss, scale, config.inner_lr, mask)
+    lr, head_lr = (1.0, params["inner_lr"]) if config.learn_inner_lr else (config.inner_lr, None)
+    fast = op.inner_step.default(key, value, weights, inner, config.loss, scale, lr, mask, head_lr)
     return op.inner_apply.default(query, fast, inner)
 
 
@@ -255,7 +263,7 @@ _SCHEMAS = {
     "key_norm(Tensor key, float eps, Tensor? mask=None) -> Tensor": key_norm,
     "dwc(Tensor x, Tensor weight, Tensor? bias, SymInt prefix, SymInt[] grid, Tensor? mask=None) -> Tensor": dwc,
     "inner_step(Tensor key, Tensor value, Tensor[] weights, str inner, str loss, float scale, float lr, "
-    "Tensor? mask=None) -> Tensor[]": inner_step,
+    "Tensor? mask=None, Tensor? head_lr=None) -> Tensor[]": inner_step,
     "inner_apply(Tensor query, Tensor[] weights, str inner) -> Tensor": inner_apply,
 }
 

@@ -37,6 +37,7 @@ class TTTWeights(nn.Module):
 
     Attributes:
         w1, w2, ...: [heads, head_dim, hidden] or [heads, hidden, value_dim]; names and shapes are the inner model's.
+        inner_lr: [heads], the step size of the inner model's training, if ``config.learn_inner_lr``.
         dwc_q, dwc_k: depthwise convolutions of heads * head_dim channels, unless ``config.dwc`` is None.
         layout: where the grid lies among the tokens.
     """
@@ -65,6 +66,10 @@ class TTTWeights(nn.Module):
         for name, weight in inner.init(heads, head_dim, value_dim, config.hidden(head_dim), **options).items():
             self.register_parameter(name, nn.Parameter(weight.detach()))
             self.names.append(name)
+        if config.learn_inner_lr:
+            start = torch.full((heads,), config.inner_lr, device=device, dtype=dtype)
+            self.register_parameter("inner_lr", nn.Parameter(start))
+            self.names.append("inner_lr")
         if config.dwc is not None:
             channels = heads * head_dim
             shape = (channels, channels, config.dwc)

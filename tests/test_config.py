@@ -63,7 +63,7 @@ def test_the_reason_for_that_refusal_is_true():
         ("inner", "gru"), ("inner", 3), ("inner", SwiGLU), ("loss", "huber"), ("loss", None),
         ("inner_lr", 0.0), ("inner_lr", float("nan")), ("inner_lr", "1"), ("hidden_ratio", -1),
         ("hidden_ratio", True), ("key_norm", 1), ("key_norm_eps", 0), ("init_std", float("inf")),
-        ("dwc", 4), ("dwc", 1), ("dwc", 3.0), ("dwc", True), ("dwc", 0),
+        ("learn_inner_lr", 1), ("dwc", 4), ("dwc", 1), ("dwc", 3.0), ("dwc", True), ("dwc", 0),
     ],
 )  # fmt: skip
 def test_a_value_that_cant_be_used_is_refused_and_shown(field, value):
@@ -89,7 +89,9 @@ def test_hidden():
     assert TTTConfig(hidden_ratio=0.01).hidden(16) == 1
 
 
-@pytest.mark.parametrize("config", [T5, DIT5_TTT, TTTConfig(dwc=None, key_norm=False, hidden_ratio=2)])
+@pytest.mark.parametrize(
+    "config", [T5, DIT5_TTT, TTTConfig(dwc=None, key_norm=False, hidden_ratio=2, learn_inner_lr=True)]
+)
 def test_json_round_trip(config):
     assert TTTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -118,6 +120,25 @@ def test_from_dict_refuses_what_it_would_have_to_ignore():
         TTTConfig.from_dict(T5.to_dict(), inner=Linear())
     with pytest.raises(RecipeError, match="custom"):
         TTTConfig.from_dict({**T5.to_dict(), "inner": {"builtin": "mlp"}})
+
+
+def test_a_recipe_from_before_the_learned_rate():
+    written = T5.to_dict()
+    del written["learn_inner_lr"]
+    assert TTTConfig.from_dict(written) == T5
+
+
+def test_a_weight_that_is_called_as_the_learned_rate_is_refused():
+    class Named(Linear):
+        def init(self, *sizes, **options):
+            return {"inner_lr": super().init(*sizes, **options)["w"]}
+
+        def apply(self, weights, x):
+            return x @ weights["inner_lr"]
+
+    assert not TTTConfig(inner=Named()).learn_inner_lr
+    with pytest.raises(ConfigError, match="inner_lr"):
+        TTTConfig(inner=Named(), learn_inner_lr=True)
 
 
 def test_configs_are_values():

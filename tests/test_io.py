@@ -47,6 +47,31 @@ def test_round_trip_into_a_fresh_base_model(name, tmp_path):
     assert [type(m) for m in fresh.modules()] == [type(m) for m in model.modules()]
 
 
+def test_a_learned_rate_travels_and_a_recipe_from_before_it_loads(tmp_path):
+    config = t5fx.T5.replace(inner_lr=4.0, learn_inner_lr=True)
+    model = t5fx.linearize(vit(), t5fx.everything, config=config, example_inputs=images())
+    weights = model.blocks[0].attn.ttt
+    assert weights.inner_lr.tolist() == [4.0, 4.0]
+    fine_tune(model, (images(),), {})
+    assert weights.inner_lr.dtype == torch.float64
+    assert (weights.inner_lr != 4).all()
+    x = images()
+    expected = run(model, (x,), {})
+    assert torch.equal(run(copy.deepcopy(model), (x,), {}), expected)
+    fresh = t5fx.load(vit(), t5fx.save(model, tmp_path))
+    assert torch.equal(run(fresh, (x,), {}), expected)
+    assert t5fx.report(fresh).config == config
+    softmax = {k for k in model.state_dict() if ".ttt" not in k}
+    assert set(t5fx.revert(model).state_dict()) == softmax
+
+    plain = t5fx.linearize(vit(), t5fx.everything, example_inputs=images())
+    folder = t5fx.save(plain, tmp_path / "before")
+    recipe = json.loads((folder / RECIPE).read_text())
+    del recipe["config"]["learn_inner_lr"]
+    (folder / RECIPE).write_text(json.dumps(recipe))
+    assert torch.equal(run(t5fx.load(vit(), folder), (x,), {}), run(plain, (x,), {}))
+
+
 def test_a_loaded_model_trains_follows_new_grids_and_is_saved_again(saved, tmp_path):
     folder, x, _ = saved
     model = t5fx.load(vit(depth=3), folder)

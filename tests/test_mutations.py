@@ -129,8 +129,12 @@ MUTANTS = {
         '-value if loss == "dot" else predict() - value', "-value", (f"{STEP}[SwiGLU-mse-False]",)
     ),
     "inner learning rate ignored": Mutant(
-        "        step = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)",
-        "        step = (key, value, weights, inner, config.loss, scale, 1.0, mask)", (f"{WHOLE}[numbers]",)
+        "        step: tuple = (key, value, weights, inner, config.loss, scale, config.inner_lr, mask)",
+        "        step: tuple = (key, value, weights, inner, config.loss, scale, 1.0, mask)", (f"{WHOLE}[numbers]",)
+    ),
+    "learned rate left out": Mutant(
+        "        if config.learn_inner_lr:  # a parameter in place of the number", "        if False:",
+        (f"{WHOLE}[learned rate]",)
     ),
     # The grid.
     "grid transposed at run time": Mutant(

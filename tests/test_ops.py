@@ -102,6 +102,18 @@ def test_gradcheck_inner_step_and_apply(inner, loss, masked):
     assert torch.autograd.gradcheck(lambda q, *f: op.inner_apply(q, f, name), (query, *fast), fast_mode=True)
 
 
+@each_site
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_a_rate_for_each_head(inner, loss, masked):
+    config = TTTConfig(inner=inner, loss=loss, dwc=None)
+    weights = list(make_params(config, dim=3).values())
+    key, value = (randn(B, H, 4, 3, seed=n).requires_grad_() for n in (1, 2))
+    rates = torch.tensor([0.7, -2.5], dtype=torch.float64, requires_grad=True)
+    mask = a_mask(3, 4, tokens=4) if masked else None
+    step = lambda r, k, v, *w: op.inner_step(k, v, w, config.inner_name, loss, 0.7, 1.2, mask, r)  # noqa: E731
+    assert torch.autograd.gradcheck(step, (rates, key, value, *weights))
+
+
 # ---- what each operator computes ----------------------------------------------------------------------
 
 
@@ -137,6 +149,32 @@ def test_another_number_of_queries_than_keys():
     key, value, query = randn(B, H, 9, D), randn(B, H, 9, D, seed=1), randn(B, H, 9, D, seed=2)
     whole = ttt_attention(query, key, value, params, config)
     torch.testing.assert_close(ttt_attention(query[:, :, :4], key, value, params, config), whole[:, :, :4])
+
+
+@each_site
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_rate_for_each_head_is_that_head_stepped_with_it(inner, loss, masked):
+    config = TTTConfig(inner=inner, loss=loss, dwc=None)
+    weights, key, value = list(make_params(config).values()), randn(B, H, 5, D), randn(B, H, 5, D, seed=1)
+    mask = a_mask(3, 5, tokens=5) if masked else None
+    rates = torch.tensor([0.5, 3.0])  # float32 beside float64: promoted
+    fast = op.inner_step(key, value, weights, config.inner_name, loss, 0.7, 2.0, mask, rates)
+    for head, rate in enumerate(rates.tolist()):
+        alone = op.inner_step(key, value, weights, config.inner_name, loss, 0.7, 2.0 * rate, mask)
+        for one, other in zip(fast, alone, strict=True):
+            torch.testing.assert_close(one[:, head], other[:, head], rtol=0, atol=1e-13)
+
+
+def test_a_learned_rate_takes_the_place_of_the_number():
+    config = TTTConfig(inner_lr=3.0)
+    params, qkv = make_params(config), randn(3, B, H, 12, D)
+    expected = ttt_attention(*qkv, params, config, grid=(3, 4))
+    learned = config.replace(learn_inner_lr=True, inner_lr=99.0)
+    rates = torch.full((H,), 3.0, dtype=torch.float64)
+    output = ttt_attention(*qkv, {**params, "inner_lr": rates}, learned, grid=(3, 4))
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-13)
+    with pytest.raises(ConfigError, match="inner_lr"):
+        ttt_attention(*qkv, params, learned, grid=(3, 4))
 
 
 # ---- masks --------------------------------------------------------------------------------------------
@@ -387,6 +425,9 @@ def test_weights_that_do_not_fit_are_refused():
         op.inner_apply(x, weights, "gru")
     with pytest.raises(ConfigError, match="huber"):
         op.inner_step(x, x, weights, "swiglu", "huber", 1.0, 1.0)
+    for rates in (torch.ones(H + 1), torch.ones(H, 1)):
+        with pytest.raises(ConfigError, match=r"head_lr.*one number a head, \[2\]"):
+            op.inner_step(x, x, weights, "swiglu", "dot", 1.0, 1.0, None, rates)
     with pytest.raises(ConfigError, match=r"dwc_q\.weight"):
         ttt_attention(
             x,

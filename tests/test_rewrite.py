@@ -14,6 +14,7 @@ CONFIGS = {
     "no convolution": t5fx.T5.replace(dwc=None),
     "no key norm": t5fx.T5.replace(key_norm=False),
     "numbers": t5fx.T5.replace(inner_lr=3.0, key_norm_eps=0.1, hidden_ratio=1.5, dwc=5),
+    "learned rate": t5fx.T5.replace(inner_lr=4.0, learn_inner_lr=True),
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 

@@ -54,6 +54,13 @@ def test_learning_rates_and_decay():
     assert {g["weight_decay"] for g in scaled} == {0.0}
 
 
+def test_a_learned_inner_rate_is_new_and_not_decayed():
+    config = t5fx.T5.replace(learn_inner_lr=True)
+    model = t5fx.linearize(vit(), t5fx.everything, config=config, example_inputs=images())
+    groups = by_name(model, t5fx.param_groups(model, 1.0, weight_decay=0.1))
+    assert {"blocks.0.attn.ttt.inner_lr", "blocks.1.attn.ttt.inner_lr"} <= groups["new_no_decay"]
+
+
 def test_a_scale_of_zero_leaves_a_kind_out():
     model = linearized()
     assert {g["name"] for g in t5fx.param_groups(model, 1.0, inherited_lr_scale=0)} == {"new", "new_no_decay"}
