@@ -28,7 +28,7 @@ def config(target: str, kernel: str, dtype: str, width: int) -> Config | None:
     return Config(64, 16, 4, 1)
 
 
-def refuse(target, site):
+def refuse(target, dtype, width, shared):
     return None
 
 

@@ -80,6 +80,15 @@ def _unpacked(site: Site, parts: Tensor, weights: Sequence[Tensor]) -> list[Tens
     return found
 
 
+def _programs(makes: str, slices: int) -> int:
+    """Programs a split: one a slice of hidden units where weights are summed. Tokens need all slices in one."""
+    if makes == "W":
+        return slices
+    if "W" in makes and slices > 1:
+        raise AssertionError(f"a launch of {makes} can't hold {slices} slices: the table of configurations is wrong")
+    return 1
+
+
 def _parameters(weights: Sequence[Tensor]) -> int:
     return sum(weight.shape[-2:].numel() for weight in weights)
 
@@ -94,7 +103,7 @@ def _query_side(
     for makes in backward_launches(target_of(site.device), "query_pass", site.width):
         chosen = configured(site, "query_pass" + makes)
         slices = site.slices(chosen.hidden)
-        own = slices["SLICES"] if "W" in makes else 1
+        own = _programs(makes, slices["SLICES"])
         chunk, splits = site.chunks(site.queries, own)
         parts = grad.new_empty(site.rows, splits, _parameters(fast), dtype=torch.float32) if "W" in makes else d_x
         triton_backward.query_pass[(site.rows * own, splits)](
@@ -135,7 +144,7 @@ def _key_side(
     for makes in backward_launches(target_of(site.device), "key_pass", site.width, mse=mse):
         chosen = configured(site, "key_pass" + makes)
         slices = site.slices(chosen.hidden)
-        own = slices["SLICES"] if "W" in makes else 1
+        own = _programs(makes, slices["SLICES"])
         chunk, splits = site.chunks(site.tokens, own)
         f32: dict[str, Any] = {"dtype": torch.float32, "device": key.device}
         parts = torch.empty(site.rows, splits, _parameters(low) if "W" in makes else 0, **f32)

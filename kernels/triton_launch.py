@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import configs
 from .problem import Convolution, Gradients, Problem, Saved
-from .triton_site import NARROWEST, WIDEST, Site, interpreting, target_of
+from .triton_site import DTYPES, NARROWEST, WIDEST, Site, interpreting, padded, shared_memory, target_of
 
 
 class TritonKernel:
@@ -38,17 +38,22 @@ class TritonKernel:
         """Why this kernel can't take such a call, or None. Reads shapes, strides, dtypes and devices only."""
         if find_spec("triton") is None:
             return "triton is not installed"
-        device = query.device
-        if not (device.type == "cuda" or (device.type == "cpu" and interpreting())):
-            return f"Triton kernels run on CUDA and HIP devices, the tensors are on {device.type}"
         if not query.dtype == key.dtype == value.dtype:
             return f"query, key and value have different dtypes: {query.dtype}, {key.dtype}, {value.dtype}"
         if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"Triton kernels take float16, bfloat16 and float32, not {query.dtype}"
         if problem.inner not in ("swiglu", "mlp") or problem.loss not in ("dot", "mse"):
             return f"there is no Triton kernel for the inner model {problem.inner} with the loss {problem.loss}"
-        reason = _refuse_sizes(query, key, value, weights) or _refuse_grid(problem, conv_query, conv_key)
-        return reason or configs.refuse(target_of(device), Site.of(problem, query, key, value, weights, mask))
+        reason = (
+            _refuse_device(query.device)
+            or _refuse_sizes(query, key, value, weights)
+            or _refuse_grid(problem, conv_query, conv_key)
+        )
+        if reason is not None:
+            return reason
+        width = max(padded(size) for size in (query.shape[-1], value.shape[-1], weights[0].shape[-1]))
+        target = target_of(query.device)
+        return configs.refuse(target, DTYPES[query.dtype], width, shared_memory(query.device))
 
     def forward(
         self,
@@ -96,6 +101,12 @@ class TritonKernel:
         site = Site.of(problem, query, key, value, weights, mask)
         with site.on_device():
             return gradient.backward(site, grad, saved, query, key, value, weights, rate, conv_query, conv_key)
+
+
+def _refuse_device(device: torch.device) -> str | None:
+    if device.type == "cuda" or (device.type == "cpu" and interpreting()):
+        return None
+    return f"Triton kernels run on CUDA and HIP devices, the tensors are on {device.type}"
 
 
 def _refuse_sizes(query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> str | None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from . import triton_forward, triton_stats
 from .configs import Config, config
 from .problem import Convolution
-from .triton_site import Site, padded, rows_of, strides, taps, target_of
-
-DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+from .triton_site import DTYPES, Site, padded, rows_of, strides, taps, target_of
 
 
 def configured(site: Site, kernel: str) -> Config:

@@ -15,6 +15,8 @@ from .problem import Convolution, Problem
 
 NARROWEST, WIDEST = 16, 128  # tl.dot takes no less than 16; three float32 sums of more do not fit a chip's registers
 
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
 #: A split has at least so many tokens, and there are at most so many programs; both are no property of the chip, so that
 #: the order of additions, and with it the result to the last bit, is the same on all of them.
 SPLIT_TOKENS, PROGRAMS = 256, 1024
@@ -36,6 +38,15 @@ def target_of(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes of shared memory that one block of threads can have; None where nothing limits it."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def padded(size: int) -> int:
