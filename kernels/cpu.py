@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,3 +257,55 @@ class CpuKernel:
             packed.call.fast = (_pointer * 3)(*(packed.pointer(weight) for weight in fast))
             packed.run("t5fx_forward")
         return output, Saved(stats, fast)
+
+    def backward(
+        self,
+        problem: Problem,
+        grad: Tensor,
+        saved: Saved,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        weights: Sequence[Tensor],
+        rate: Tensor,
+        conv_query: Convolution | None,
+        conv_key: Convolution | None,
+        mask: Tensor | None,
+    ) -> Gradients:
+        """All gradients, from the output's ``grad`` [B, H, Nq, Dv], any strides."""
+        packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
+        call = packed.call
+        call.output = packed.view(grad.to(query.dtype))
+        call.stats = packed.floats(saved.stats)
+        call.fast = (_pointer * 3)(*(packed.floats(weight) for weight in saved.fast))
+        query_grad, key_grad, value_grad = (_heads_last(tensor) for tensor in (query, key, value))
+        call.query_grad, call.key_grad = packed.view(query_grad), packed.view(key_grad)
+        call.value_grad = packed.view(value_grad)
+        floats = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+        weights_grad = [torch.empty_like(weight, **floats) for weight in weights]
+        call.weights_grad = (_pointer * 3)(*(packed.pointer(tensor) for tensor in weights_grad))
+        rate_grad = torch.empty_like(rate, **floats)
+        call.rate_grad = packed.pointer(rate_grad)
+        conv_grads: list[Convolution | None] = []
+        for conv, to in ((conv_query, call.conv_query), (conv_key, call.conv_key)):
+            if conv is None:
+                conv_grads.append(None)
+                continue
+            weight = torch.empty_like(conv.weight, **floats)
+            bias = None if conv.bias is None else torch.empty_like(conv.bias, **floats)
+            to.weight_grad = packed.pointer(weight)
+            to.bias_grad = None if bias is None else packed.pointer(bias)
+            conv_grads.append(Convolution(weight, bias))
+        packed.run("t5fx_backward")
+        for i, (conv, found) in enumerate(zip((conv_query, conv_key), conv_grads, strict=True)):
+            if conv is not None and found is not None:
+                bias = None if found.bias is None else found.bias.to(conv.bias.dtype)  # type: ignore[union-attr]
+                conv_grads[i] = Convolution(found.weight.to(conv.weight.dtype), bias)
+        weights_grad = [found.to(weight.dtype) for found, weight in zip(weights_grad, weights, strict=True)]
+        return Gradients(query_grad, key_grad, value_grad, weights_grad, rate_grad, conv_grads[0], conv_grads[1])
+
+
+def _heads_last(like: Tensor) -> Tensor:
+    """An empty [B, H, N, D] over memory [B, N, H, D]: the layout that a projection's gradient is computed in."""
+    batch, heads, tokens, dim = like.shape
+    return like.new_empty(batch, tokens, heads, dim).transpose(1, 2)

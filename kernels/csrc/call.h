@@ -38,7 +38,7 @@ struct Call {
   View query, key, value, output;  // backward: output is its cotangent
   Convolution conv_query, conv_key;
   const bool* mask;         // [B, N] or null
-  const float* weights[3];  // each [H, ...]
+  float* weights[3];        // each [H, ...]; read only
   const float* rate;        // [H]
   float* stats;             // [B, H, 2, D]
   float* fast[3];           // each [B, H, ...]

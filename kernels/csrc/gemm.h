@@ -27,14 +27,14 @@ void gemm(int64_t m, int64_t n, int64_t k, const Op* a, int64_t lda, const Op* b
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c, PAIRED<Op>);
 }
 
-// Writes source[k, n] at (row + k, column + n) of a B operand with rows of ld; the operand was zeroed before.
+// Writes source[k, n] * factor at (row + k, column + n) of a B operand with rows of ld; the operand was zeroed before.
 template <class Op>
 void pack_matrix(Op* b, int64_t ld, int64_t row, int64_t column, const float* source, int64_t stride_k,
-                 int64_t stride_n, int64_t rows, int64_t columns) {
+                 int64_t stride_n, int64_t rows, int64_t columns, float factor = 1.0f) {
   for (int64_t k = row; k < row + rows; ++k) {
     Op* out = PAIRED<Op> ? b + k / 2 * 2 * ld + column * 2 + k % 2 : b + k * ld + column;
     const float* in = source + (k - row) * stride_k;
-    for (int64_t n = 0; n < columns; ++n) out[n * (PAIRED<Op> ? 2 : 1)] = static_cast<Op>(in[n * stride_n]);
+    for (int64_t n = 0; n < columns; ++n) out[n * (PAIRED<Op> ? 2 : 1)] = static_cast<Op>(in[n * stride_n] * factor);
   }
 }
 

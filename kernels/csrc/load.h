@@ -14,12 +14,12 @@ namespace t5fx {
 // The tokens of one (batch row, head). `keep` [N], or null, is the mask: tokens outside of it read as zeros.
 template <class IO>
 struct Tokens {
-  const IO* data;
+  IO* data;
   int64_t stride, channels, padded;
   const bool* keep;
 
   Tokens(const View& view, int64_t batch, int64_t head, int64_t channels, const bool* keep)
-      : data(static_cast<const IO*>(view.data) + batch * view.batch + head * view.head), stride(view.token),
+      : data(static_cast<IO*>(view.data) + batch * view.batch + head * view.head), stride(view.token),
         channels(channels), padded(round_up(channels, LANES)), keep(keep) {}
   bool kept(int64_t n) const { return !keep || keep[n]; }
 };
@@ -34,6 +34,11 @@ struct Taps {
 };
 
 inline int64_t taps_of(const Convolution& conv) { return conv.side[0] * conv.side[1] * conv.side[2]; }
+
+// Tokens that take part.
+inline int64_t kept_tokens(const bool* keep, int64_t begin, int64_t end) {
+  return keep ? std::count(keep + begin, keep + end, true) : end - begin;
+}
 
 // Floats that prepare_taps writes.
 inline int64_t taps_size(const Convolution& conv, int64_t padded) {
@@ -185,11 +190,14 @@ inline void clear_rows(float* x, int64_t padded, const bool* keep, int64_t from,
   }
 }
 
-// x [count, padded] -> rows of `channels`.
+// x [count, padded], times `factor`, becomes tokens [from, from + count) of `out`.
 template <class IO>
-void store_block(const float* x, int64_t padded, int64_t channels, int64_t count, IO* out, int64_t stride) {
+void store_block(const float* x, const Tokens<IO>& out, int64_t from, int64_t count, float factor = 1.0f) {
   for (int64_t n = 0; n < count; ++n) {
-    for (int64_t c = 0; c < channels; c += LANES) store(out + n * stride + c, load(x + n * padded + c), lanes(channels, c));
+    IO* to = out.data + (from + n) * out.stride;
+    for (int64_t c = 0; c < out.channels; c += LANES) {
+      store(to + c, load(x + n * out.padded + c) * splat(factor), lanes(out.channels, c));
+    }
   }
 }
 

@@ -8,10 +8,6 @@
 
 namespace t5fx {
 
-inline int64_t kept_tokens(const bool* keep, int64_t begin, int64_t end) {
-  return keep ? std::count(keep + begin, keep + end, true) : end - begin;
-}
-
 // Joins (mean, squares) of `more` tokens to those of `n`; [padded] each.
 inline void join_stats(float* mean, float* squares, int64_t n, const float* mean_more, const float* squares_more,
                        int64_t more, int64_t padded) {
