@@ -17,6 +17,7 @@ from .errors import (
     SelectionError,
     T5fxError,
 )
+from .explain import explain
 from .grid import grid
 from .inner import InnerModel
 from .io import load, save
@@ -61,6 +62,7 @@ __all__ = [
     "every",
     "every_other",
     "everything",
+    "explain",
     "first",
     "fraction",
     "grid",
