@@ -4,97 +4,23 @@ A block of 64 tokens of one head goes through key norm, convolution, inner model
 cache; no [N, D] intermediate is ever written in forward. Products are torch's own ``brgemm`` on such blocks. Sums over
 tokens are cut by shape alone, so the bits do not depend on the number of threads.
 
-The library is a plain C interface, called through ctypes (:class:`_Call` mirrors ``csrc/call.h``). It lies in
-Inductor's cache directory under a hash of everything that it is made of. See :func:`library`.
+The library is a plain C interface, called through ctypes (:class:`_Call` mirrors ``csrc/call.h``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import math
-import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .cpu_build import BuildError, has_bfloat16, library
 from .problem import Convolution, Gradients, Problem, Saved
 
-_SOURCES = Path(__file__).parent / "csrc"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ISA = ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
 _LARGEST = 512  # of head_dim, value_dim and hidden: a block's activations should stay in cache
 
-
-# ---- build ---------------------------------------------------------------------------------------------
-
-
-class BuildError(RuntimeError):
-    """The library could not be compiled or loaded; the message is the reason."""
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The compiled kernel. Raises BuildError: no AVX-512, no compiler, or what the compiler said.
-
-    Two processes that build at once both compile, and each renames its finished file into place.
-    """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        raise BuildError(f"it needs AVX-512, this CPU runs torch as {torch.backends.cpu.get_cpu_capability()}")
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
-
-    try:
-        compiler = get_cpp_compiler()
-    except Exception as error:
-        raise BuildError(f"no C++ compiler was found (set CXX): {error}") from error
-    flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-fopenmp", *_isa_flags()]
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    key = hashlib.sha256(repr((torch.__version__, torch.version.git_version, compiler, flags)).encode())
-    for path in sorted(_SOURCES.iterdir()):
-        key.update(path.name.encode() + path.read_bytes())
-    folder = Path(cache_dir()) / "t5fx"
-    target = folder / f"cpu_{key.hexdigest()[:24]}.so"
-    try:
-        if not target.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            includes = [f"-I{path}" for path in include_paths()]
-            links = [f"-L{TORCH_LIB_PATH}", "-lc10", "-ltorch_cpu"]
-            handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
-            os.close(handle)
-            try:
-                command = [compiler, *flags, *includes, *map(str, sources), "-o", name, *links]
-                done = subprocess.run(command, capture_output=True, text=True)
-                if done.returncode:
-                    raise BuildError(f"{compiler} failed:\n{done.stderr[-2000:]}")
-                os.replace(name, target)
-            finally:
-                Path(name).unlink(missing_ok=True)
-        lib = ctypes.CDLL(str(target))
-    except OSError as error:
-        raise BuildError(f"the compiled library can't be written or loaded: {error}") from error
-    for name in ("t5fx_forward", "t5fx_backward"):
-        function = getattr(lib, name)
-        function.restype = ctypes.c_int64
-        function.argtypes = [ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]
-    return lib
-
-
-def _isa_flags() -> list[str]:
-    return [*_ISA, *(["-mavx512bf16"] if _bfloat16_instructions() else [])]
-
-
-def _bfloat16_instructions() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())
-
-
-# ---- call ----------------------------------------------------------------------------------------------
 
 _int, _pointer = ctypes.c_int64, ctypes.c_void_p
 
@@ -174,6 +100,8 @@ class _Packed:
 
     def run(self, name: str) -> None:
         function, error = getattr(library(), name), ctypes.create_string_buffer(1000)
+        function.restype = _int
+        function.argtypes = [ctypes.POINTER(_Call), ctypes.c_int, ctypes.c_char_p, _int]
 
         def checked(run: bool) -> int:
             result = function(ctypes.byref(self.call), run, error, len(error))
@@ -221,11 +149,13 @@ class CpuKernel:
         for tensor in (*weights, *(t for conv in (conv_query, conv_key) if conv for t in conv if t is not None)):
             if tensor.dtype == torch.float64:
                 return "a weight is float64, which would be rounded to float32"
+        if key.shape[2] == 0:
+            return "there are no keys"
         sizes = {"head_dim": query.shape[3], "value_dim": value.shape[3], "hidden": weights[0].shape[-1]}
         for name, size in sizes.items():
             if size > _LARGEST:
                 return f"{name} {size} is above {_LARGEST}"
-        if query.dtype == torch.bfloat16 and not _bfloat16_instructions():
+        if query.dtype == torch.bfloat16 and not has_bfloat16():
             return "bfloat16 needs a CPU with AVX512_BF16"
         try:
             library()
@@ -250,12 +180,11 @@ class CpuKernel:
         output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
         stats = query.new_empty((batch, heads, 2, dim) if problem.eps is not None else (0,), dtype=torch.float32)
         fast = [query.new_empty((batch, *weight.shape), dtype=torch.float32) for weight in weights]
-        if math.prod((batch, heads, queries, dim)) or fast[0].numel():
-            packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
-            packed.call.output = packed.view(output)
-            packed.call.stats = packed.pointer(stats)
-            packed.call.fast = (_pointer * 3)(*(packed.pointer(weight) for weight in fast))
-            packed.run("t5fx_forward")
+        packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
+        packed.call.output = packed.view(output)
+        packed.call.stats = packed.pointer(stats)
+        packed.call.fast = (_pointer * 3)(*(packed.pointer(weight) for weight in fast))
+        packed.run("t5fx_forward")
         return output, Saved(stats, fast)
 
     def backward(
@@ -281,18 +210,17 @@ class CpuKernel:
         query_grad, key_grad, value_grad = (_heads_last(tensor) for tensor in (query, key, value))
         call.query_grad, call.key_grad = packed.view(query_grad), packed.view(key_grad)
         call.value_grad = packed.view(value_grad)
-        floats = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
-        weights_grad = [torch.empty_like(weight, **floats) for weight in weights]
+        weights_grad = [_empty_floats(weight) for weight in weights]
         call.weights_grad = (_pointer * 3)(*(packed.pointer(tensor) for tensor in weights_grad))
-        rate_grad = torch.empty_like(rate, **floats)
+        rate_grad = _empty_floats(rate)
         call.rate_grad = packed.pointer(rate_grad)
         conv_grads: list[Convolution | None] = []
         for conv, to in ((conv_query, call.conv_query), (conv_key, call.conv_key)):
             if conv is None:
                 conv_grads.append(None)
                 continue
-            weight = torch.empty_like(conv.weight, **floats)
-            bias = None if conv.bias is None else torch.empty_like(conv.bias, **floats)
+            weight = _empty_floats(conv.weight)
+            bias = None if conv.bias is None else _empty_floats(conv.bias)
             to.weight_grad = packed.pointer(weight)
             to.bias_grad = None if bias is None else packed.pointer(bias)
             conv_grads.append(Convolution(weight, bias))
@@ -309,3 +237,7 @@ def _heads_last(like: Tensor) -> Tensor:
     """An empty [B, H, N, D] over memory [B, N, H, D]: the layout that a projection's gradient is computed in."""
     batch, heads, tokens, dim = like.shape
     return like.new_empty(batch, tokens, heads, dim).transpose(1, 2)
+
+
+def _empty_floats(like: Tensor) -> Tensor:
+    return torch.empty_like(like, dtype=torch.float32, memory_format=torch.contiguous_format)

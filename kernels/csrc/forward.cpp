@@ -8,10 +8,11 @@ namespace {
 
 template <class Op>
 struct Scratch : Block<Op> {
-  float *taps, *stats;
+  float* taps;
+  double* moments;
   Scratch(const Call& c, Arena& arena) : Block<Op>(c, arena) {
     taps = arena.take<float>(taps_size(c));
-    stats = arena.take<float>(2 * this->s.dp);
+    moments = arena.take<double>(2 * this->s.dp);
   }
 };
 
@@ -19,13 +20,14 @@ template <class IO, class Op>
 struct Forward : Site<IO, Op> {
   using Base = Site<IO, Op>;
   using Base::c, Base::s, Base::rows, Base::keys, Base::queries;
-  float *stats, *sums;  // [rows, chunks, 2, dp], [rows, chunks, weights]
-  Op *slow, *fast;      // operands of the weights: [heads, ...], [rows, ...]
+  double* moments;  // [rows, chunks, 2, dp]
+  float* sums;      // [rows, chunks, weights]
+  Op *slow, *fast;  // operands of the weights: [heads, ...], [rows, ...]
   int64_t workspace;
 
   explicit Forward(const Call& c) : Base(c) {
     Arena arena(c.workspace);
-    stats = arena.take<float>(rows * keys.count * 2 * s.dp);
+    moments = arena.take<double>(rows * keys.count * 2 * s.dp);
     sums = arena.take<float>(rows * keys.count * s.weights());
     slow = arena.take<Op>(c.heads * Weights<Op>::size(s));
     fast = arena.take<Op>(rows * Weights<Op>::size(s));
@@ -43,34 +45,33 @@ struct Forward : Site<IO, Op> {
     this->for_chunks(queries, [&](int64_t row, int64_t chunk) { apply(row, chunk); });
   }
 
-  float* stats_of(int64_t row, int64_t chunk) { return stats + (row * keys.count + chunk) * 2 * s.dp; }
+  Moments moments_of(int64_t row, int64_t chunk) { return {moments + (row * keys.count + chunk) * 2 * s.dp, s.dp}; }
   float* sums_of(int64_t row, int64_t chunk) { return sums + (row * keys.count + chunk) * s.weights(); }
 
   void measure(int64_t row, int64_t chunk) {
-    float* scratch = this->template scratch<Scratch<Op>>().stats;
-    chunk_stats(this->key(row), keys.begin(chunk), keys.end(chunk), stats_of(row, chunk), scratch);
+    Moments spare(this->template scratch<Scratch<Op>>().moments, s.dp);
+    chunk_moments(this->key(row), keys.begin(chunk), keys.end(chunk), moments_of(row, chunk), spare);
   }
 
   void join(int64_t row) {
-    float* all = stats_of(row, 0);
-    int64_t seen = 0;
-    for (int64_t i = 0; i < keys.count; ++i) {
+    Moments all = moments_of(row, 0);
+    int64_t seen = kept_tokens(this->keep(row), keys.begin(0), keys.end(0));
+    for (int64_t i = 1; i < keys.count; ++i) {
       int64_t more = kept_tokens(this->keep(row), keys.begin(i), keys.end(i));
-      const float* one = stats_of(row, i);
-      if (i > 0) join_stats(all, all + s.dp, seen, one, one + s.dp, more, s.dp);
+      join_moments(all, seen, moments_of(row, i), more, s.dp);
       seen += more;
     }
     float* out = c.stats + row * 2 * s.d;
     for (int64_t i = 0; i < s.d; ++i) {
-      out[i] = all[i];
-      out[s.d + i] = float(1.0 / std::sqrt(double(all[s.dp + i]) / double(this->tokens(row)) + c.eps));
+      out[i] = float(all.mean[i]);
+      out[s.d + i] = float(1.0 / std::sqrt(all.squares[i] / double(this->tokens(row)) + c.eps));
     }
   }
 
   void step(int64_t row, int64_t chunk) {
     auto block = this->template scratch<Scratch<Op>>();
     Tokens<IO> key = this->key(row), value = this->value(row);
-    Taps taps = prepare_taps(c, c.conv_key, this->head(row), s.d, Base::stats(row), block.taps);
+    Taps taps = prepare_taps(c, c.conv_key, this->head(row), s.d, this->stats(row), block.taps);
     Weights<Op> w = this->weights(slow, this->head(row));
     std::memset(sums_of(row, chunk), 0, s.weights() * sizeof(float));
     this->for_blocks(keys, chunk, [&](int64_t from, int64_t count, int64_t padded) {
