@@ -38,8 +38,8 @@ class Choice:
 
 @cache
 def kernel(name: str) -> Kernel:
-    """The kernel of that name. Raises ConfigError."""
-    found: Any
+    """The kernel of that name; what follows an "@" is not looked at. Raises ConfigError."""
+    name, found = name.split("@")[0], None  # type: str, Any
     if name == "triton":
         from .triton_launch import TritonKernel as found
     elif name == "cpu":

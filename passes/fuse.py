@@ -36,10 +36,14 @@ class Fusion:
         return f"{self.site}: {self.choice}"
 
 
-def fuse(module: fx.GraphModule, *, kernel: str | None = None) -> list[Fusion]:
+def fuse(module: fx.GraphModule, *, kernel: str | None = None, tag: str = "") -> list[Fusion]:
     """Fuse the sites of ``module``, in place; its nodes carry example values as Dynamo's or AOTAutograd's do.
 
-    kernel: force one, as ``T5FX_KERNEL`` does. Raises ConfigError on a name that no kernel has.
+    kernel: force one, as ``T5FX_KERNEL`` does. tag: written behind the kernel's name ("cpu@tag"), so that graphs differ
+    where it does: a compiler's cache keeps no artifact beyond a change of what the tag stands for. (A tag on the cache
+    itself would not do: backward graphs are compiled later, when the caller's settings are gone.)
+
+    Raises ConfigError on a name that no kernel has.
     """
     found = []
     for node in [n for n in module.graph.nodes if _is(n, torch.ops.t5fx.inner_apply.default)]:
@@ -47,7 +51,7 @@ def fuse(module: fx.GraphModule, *, kernel: str | None = None) -> list[Fusion]:
         choice = site if isinstance(site, dispatch.Choice) else _choose(site, kernel)
         found.append(Fusion(_name(node), choice))
         if choice.kernel is not None and not isinstance(site, dispatch.Choice):
-            _replace(node, site, choice.kernel)
+            _replace(node, site, f"{choice.kernel}@{tag}" if tag else choice.kernel)
     if found:
         module.graph.lint()
         module.recompile()

@@ -53,7 +53,7 @@ def t5(
     if _holds_site(graph):
         from .passes.fuse import fuse
 
-        for fusion in fuse(graph, kernel=ours.get("t5fx.kernel")):
+        for fusion in fuse(graph, kernel=ours.get("t5fx.kernel"), tag=source_hash()):
             log.info("%s", fusion)
             if fusion.choice.kernel is None and str(fusion.choice) not in _said:
                 _said.add(str(fusion.choice))
