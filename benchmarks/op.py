@@ -126,7 +126,9 @@ def _measure(args: argparse.Namespace, dtype_name: str, tokens: int, *, backward
     calls = {"matmul": gemm, **{name: call(run) for name, run in runs.items()}}
     seconds = measure.alternate(calls, repeats=args.repeats, seconds=0.1)
     flops = _inner_flops(args.heads, args.head_dim, tokens)
-    memory = {name: measure.peak_above(calls[name]) for name in PEERS} if not backward else {}
+    # Memory that malloc keeps does not rise again: only the default setting shows what a call needs.
+    shows = not backward and measure.malloc_setting() == "default"
+    memory = {name: measure.peak_above(calls[name]) for name in PEERS} if shows else {}
     return {
         "dtype": dtype_name, "tokens": tokens, "backward": backward, "seconds": seconds, "memory": memory,
         "share": flops / seconds["t5"] / (gemm_flops / seconds["matmul"]),
@@ -157,7 +159,10 @@ def _tables(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     forward = [row for row in rows if not row["backward"]]
     text = [f"{args.heads} heads of {args.head_dim}, batch 1. {rows[0]['machine']}.", "", "Forward:", ""]
     more = ["of matmul rate", "peak / (in + out)"]
-    lines = [[*cells(r), f"{r['share']:.2f} of {r['gflops']:.0f} GFLOP/s", f"{_peak(r):.2f}"] for r in forward]
+    lines = [
+        [*cells(r), f"{r['share']:.2f} of {r['gflops']:.0f} GFLOP/s", f"{_peak(r):.2f}" if r["memory"] else "-"]
+        for r in forward
+    ]
     text.append(results.table(head + more, lines))
     backward = [row for row in rows if row["backward"]]
     if backward:
@@ -185,7 +190,7 @@ def _plot(rows: list[dict[str, Any]], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = {"softmax": "softmax (SDPA)", "eager": "TTT, eager", "inductor": "TTT, Inductor", "t5": "TTT, t5 kernel"}
-    malloc = rows[-1]["malloc"]
+    malloc = rows[0]["malloc"]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     figure, grid = plt.subplots(2, len(dtypes), figsize=(4.6 * len(dtypes), 6.4), squeeze=False, sharex=True)
     for column, dtype in enumerate(dtypes):
@@ -193,7 +198,8 @@ def _plot(rows: list[dict[str, Any]], file: Path) -> None:
         tokens = [r["tokens"] for r in some]
         for peer, label in names.items():
             grid[0][column].plot(tokens, [1e3 * r["seconds"][peer] for r in some], "o-", label=label)
-            grid[1][column].plot(tokens, [r["memory"][peer] / 2**20 for r in some], "o-", label=label)
+            if all(r["memory"] for r in some):
+                grid[1][column].plot(tokens, [r["memory"][peer] / 2**20 for r in some], "o-", label=label)
         grid[0][column].set(title=f"{dtype}, forward", ylabel="milliseconds", xscale="log", yscale="log")
         grid[1][column].set(xlabel="tokens", ylabel="peak memory above inputs, MiB", yscale="symlog")
         for axes in (grid[0][column], grid[1][column]):
