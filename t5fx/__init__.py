@@ -6,7 +6,9 @@ model = torch.compile(model, backend="t5")
 
 from . import ops, passes
 from .api import code, inspect, linearize, report, revert
+from .calibrate import Calibration, calibrate
 from .config import DIT5_TTT, T5, TTTConfig
+from .distill import distill_loss
 from .errors import (
     CaptureError,
     ConfigError,
@@ -16,15 +18,19 @@ from .errors import (
     RecipeError,
     SelectionError,
     T5fxError,
+    TrainingError,
 )
 from .explain import explain
 from .grid import grid
+from .guard import TrainingGuard
 from .inner import InnerModel
 from .io import load, save
 from .report import Report
 from .select import (
     Selector,
+    budget,
     cheaper,
+    easiest,
     every,
     every_other,
     everything,
@@ -34,6 +40,7 @@ from .select import (
     min_tokens,
     names,
 )
+from .sensitivity import Sensitivity, sensitivity
 from .site import Refusal, Site, TokenLayout
 from .train import param_groups
 
@@ -42,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DIT5_TTT",
     "T5",
+    "Calibration",
     "CaptureError",
     "ConfigError",
     "InnerModel",
@@ -53,12 +61,19 @@ __all__ = [
     "Report",
     "SelectionError",
     "Selector",
+    "Sensitivity",
     "Site",
     "T5fxError",
     "TTTConfig",
     "TokenLayout",
+    "TrainingError",
+    "TrainingGuard",
+    "budget",
+    "calibrate",
     "cheaper",
     "code",
+    "distill_loss",
+    "easiest",
     "every",
     "every_other",
     "everything",
@@ -78,4 +93,5 @@ __all__ = [
     "report",
     "revert",
     "save",
+    "sensitivity",
 ]

@@ -38,3 +38,11 @@ class MaskError(T5fxError, ValueError):
 
 class RecipeError(T5fxError, ValueError):
     """A saved recipe does not fit the model it is loaded into."""
+
+
+class TrainingError(T5fxError, RuntimeError):
+    """Training went wrong: a loss, a gradient or a fast weight is not finite.  ``site`` is where, if that is known."""
+
+    def __init__(self, message: str, site: str | None = None) -> None:
+        super().__init__(message)
+        self.site = site

@@ -3,6 +3,7 @@
     t5fx.every_other                                     the blocks 1, 3, 5, ...
     t5fx.last(12) & t5fx.min_tokens(1024)                combine with & | ~
     t5fx.names("blocks.*") & ~t5fx.names("blocks.0.*")   by name
+    t5fx.easiest(0.5, t5fx.sensitivity(model, batches))  by measurement
     lambda site: site.head_dim == 64                     or say it yourself
 
 A selector only ever chooses among sites that can be converted.
@@ -11,8 +12,9 @@ A selector only ever chooses among sites that can be converted.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .errors import SelectionError
@@ -163,6 +165,105 @@ def names(*patterns: str | re.Pattern[str]) -> Selector:
 
     words = ", ".join(repr(p) if isinstance(p, str) else f"/{p.pattern}/" for p in patterns)
     return Selector(lambda site: any(matches(p, site) for p in patterns), f"names({words})", check)
+
+
+class _Measured(Selector):
+    """A selector that weighs all sites against each other, when it is asked about a model."""
+
+    def __init__(self, pick: Callable[[Sequence[Site]], set[str]], scores: Mapping[str, float], words: str) -> None:
+        for name, score in scores.items():
+            if not isinstance(score, (int, float)) or not math.isfinite(score) or score < 0:
+                raise SelectionError(
+                    f"{words}: the score of {name!r} must be a finite number of at least 0, not {score!r}"
+                )
+        self._pick, self._scores = pick, dict(scores)
+        self._chosen: set[str] | None = None
+        super().__init__(self._is_chosen, words, self._choose)
+
+    def _choose(self, sites: Sequence[Site]) -> None:
+        candidates = [site for site in sites if site.convertible]
+        missing = [site.name for site in candidates if site.name not in self._scores]
+        if missing:
+            raise SelectionError(
+                f"{self.words}: there is no score for {missing[0]!r}; the scores are of {list(self._scores)}. Measure "
+                "this model: t5fx.sensitivity(model, batches)"
+            )
+        self._chosen = self._pick(sites)
+
+    def _is_chosen(self, site: Site) -> bool:
+        if self._chosen is None:
+            raise SelectionError(
+                f"{self.words} weighs all sites of a model: pass it as select=, it can't judge one alone"
+            )
+        return site.name in self._chosen
+
+
+def easiest(fraction: float, scores: Mapping[str, float]) -> Selector:
+    """The share ``fraction`` (0 to 1) of the convertible sites that suffer least, by :func:`t5fx.sensitivity`.
+
+    Raises (also when used):
+        SelectionError: a number makes no sense, or a convertible site has no score.
+    """
+    if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+        raise SelectionError(f"easiest takes a share above 0 and at most 1, not {fraction!r}")
+
+    def pick(sites: Sequence[Site]) -> set[str]:
+        ranked = sorted((s for s in sites if s.convertible), key=lambda s: scores[s.name])
+        return {site.name for site in ranked[: max(1, round(fraction * len(ranked)))]}
+
+    return _Measured(pick, scores, f"easiest({fraction})")
+
+
+def budget(speedup: float, scores: Mapping[str, float]) -> Selector:
+    """The sites whose scores (:func:`t5fx.sensitivity`) add up to least, among all sets with a predicted ``speedup``.
+
+    Predicted by the cost model, as in the report's totals: the FLOPs of all attention sites before over those after, at
+    the sizes of the example inputs.  A site for which TTT needs more FLOPs there is never chosen.
+
+    Raises (also when used):
+        SelectionError: a number makes no sense, a convertible site has no score, or no set is that fast; the message
+            says what the fastest is.
+    """
+    if not isinstance(speedup, (int, float)) or not (math.isfinite(speedup) and speedup > 1):
+        raise SelectionError(f"budget takes a speed-up above 1, not {speedup!r}")
+
+    def pick(sites: Sequence[Site]) -> set[str]:
+        total = sum(site.softmax_flops for site in sites)
+        useful = [s for s in sites if s.convertible and s.ttt_flops < s.softmax_flops]
+        saved = [s.softmax_flops - s.ttt_flops for s in useful]
+        needed = math.ceil(total * (1 - 1 / speedup))
+        if sum(saved) < needed:
+            raise SelectionError(
+                f"budget({speedup}): converting all {len(useful)} sites that gain makes attention "
+                f"{total / (total - sum(saved)):.2f}x faster at these sizes, by FLOPs. Ask for less, or pass larger "
+                "example_inputs"
+            )
+        return {useful[i].name for i in lightest([scores[s.name] for s in useful], saved, needed)}
+
+    return _Measured(pick, scores, f"budget({speedup})")
+
+
+def lightest(weights: Sequence[float], gains: Sequence[int], needed: int) -> list[int]:
+    """Indices of the set of least total weight whose gains reach ``needed``, which all together do.
+
+    A knapsack, by dynamic programming over the sets that no other beats in both; exact while those are few, as they
+    are when most sites are alike.  Beyond that gains are rounded down to one part in 20,000 of what is needed.
+    """
+    unit = max(1, math.gcd(*gains), 1 if sum(gains) // max(1, math.gcd(*gains)) <= 20_000 else needed // 20_000)
+    front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]  # (gain, weight, indices), rising in both
+    target = -(-needed // unit)
+    for i, (weight, gain) in enumerate(zip(weights, gains, strict=True)):
+        more = [(min(g + gain // unit, target), w + weight, (*chosen, i)) for g, w, chosen in front]
+        best = math.inf
+        kept = []
+        for state in sorted(front + more, key=lambda s: (-s[0], s[1], len(s[2]))):
+            if state[1] < best:
+                best = state[1]
+                kept.append(state)
+        front = kept
+    enough = [state for state in front if state[0] >= target]
+    # Rounding may lose a sliver of what all sites together reach.
+    return list(enough[0][2]) if enough else list(range(len(weights)))
 
 
 def choose(sites: Sequence[Site], select: Any) -> list[Site]:
