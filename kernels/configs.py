@@ -1,38 +1,156 @@
 """One table of launch configurations: which block sizes and warps a kernel takes on which chip.
 
-A row is found by target, kernel, dtype class and the padded width of the heads; never by a number of tokens, so nothing is
-tuned at run time and a compiled kernel serves all resolutions. ``python -m t5fx.kernels.offline`` compiles every row.
-A row that is missing is a case that is refused: the site then runs the dissolved operators.
+A row is found by target, dtype and the padded width of the heads; never by a number of tokens, so nothing is tuned at
+run time and a compiled kernel serves all resolutions. ``python -m t5fx.kernels.offline`` compiles every row and fails
+if one spills registers or takes more shared memory than written here. A group that is missing is a case that is
+refused: the site then runs the dissolved operators.
+
+The rows were found by compiling, from large blocks to small, until a kernel with a mask, and with the mse loss where
+that matters, held all it needs in registers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+#: Bytes of shared memory that a block of threads may have.
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+
+# Chips that run another's rows: the same matrix instructions, less shared memory (refuse asks the device how much).
+_FAMILY = {"sm_86": "sm_80", "sm_89": "sm_80"}
+
+_WIDTHS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Config:
-    """block: tokens at a time. hidden: hidden units at a time. shared: bytes of shared memory that were measured.
+    """block: tokens at a time. hidden: hidden units at a time. shared: bytes of shared memory, as compiled.
 
-    convolve: the convolution runs inside the loads (False: :func:`prepare_tokens` writes x^ first).
+    convolve: the convolution runs inside the loads (False: ``prepare_tokens`` writes x^ first).
     """
 
     block: int
-    hidden: int = 0
-    warps: int = 4
-    stages: int = 1
-    convolve: bool = True
+    hidden: int
+    warps: int
+    convolve: bool = False
+    shared: int = 0
+    stages: int = 1  # operands pass through arithmetic before a GEMM takes them: there is no copy to overlap
+
+
+# Memory-bound kernels without GEMMs: a row for all.
+_STREAMING = {"part_stats": Config(64, 0, 4, shared=4096), "norm_back": Config(64, 0, 4)}
+
+# The interpreter has no registers; a large block is fewer operations.
+_INTERPRETED = Config(64, 128, 4, convolve=True)
+
+# (target, "half" or "fp32", width) -> kernel -> (block, hidden, warps, convolve, shared)
+# fmt: off
+_TABLE: dict[tuple[str, str, int], dict[str, tuple[int, int, int, bool, int]]] = {
+    ("sm_80", "fp32", 64): {
+        "apply_model": (32, 32, 8, True, 32768), "convolve_back": (64, 0, 8, False, 2048),
+        "inner_step": (32, 32, 8, True, 40960), "key_pass K": (32, 32, 8, False, 73728),
+        "key_pass V": (32, 32, 8, False, 57344), "key_pass VK": (32, 32, 8, False, 73728),
+        "key_pass W": (32, 32, 8, False, 90112), "prepare_tokens": (64, 0, 8, False, 0),
+        "query_pass T": (32, 32, 8, False, 40960), "query_pass W": (32, 32, 8, False, 53248),
+    },
+    ("sm_90", "half", 64): {
+        "apply_model": (64, 64, 8, True, 32768), "convolve_back": (64, 0, 8, False, 4096),
+        "inner_step": (64, 64, 8, True, 49152), "key_pass K": (32, 64, 4, False, 102400),
+        "key_pass V": (64, 32, 8, False, 32768), "key_pass VK": (32, 64, 4, False, 110592),
+        "key_pass W": (32, 32, 4, False, 53248), "prepare_tokens": (64, 0, 8, False, 0),
+        "query_pass T": (64, 64, 8, False, 40960), "query_pass W": (64, 64, 8, False, 57344),
+    },
+    ("sm_90", "fp32", 64): {
+        "apply_model": (32, 32, 8, True, 32768), "convolve_back": (64, 0, 8, False, 2048),
+        "inner_step": (16, 32, 8, True, 32768), "key_pass K": (16, 16, 8, False, 36864),
+        "key_pass V": (32, 32, 8, False, 57344), "key_pass VK": (32, 32, 8, False, 73728),
+        "key_pass W": (32, 32, 8, False, 90112), "prepare_tokens": (32, 0, 8, False, 0),
+        "query_pass T": (32, 32, 8, False, 40960), "query_pass W": (32, 32, 8, False, 53248),
+    },
+    ("sm_100", "half", 64): {
+        "apply_model": (32, 64, 4, True, 28672), "convolve_back": (64, 0, 8, False, 4096),
+        "inner_step": (64, 64, 8, True, 50176), "key_pass K": (32, 64, 4, False, 102400),
+        "key_pass V": (64, 32, 8, False, 32776), "key_pass VK": (32, 64, 4, False, 110592),
+        "key_pass W": (32, 32, 4, False, 53248), "prepare_tokens": (64, 0, 8, False, 0),
+        "query_pass T": (64, 64, 8, False, 40968), "query_pass W": (64, 64, 8, False, 57352),
+    },
+    ("sm_100", "fp32", 64): {
+        "apply_model": (32, 32, 8, True, 32768), "convolve_back": (64, 0, 8, False, 2048),
+        "inner_step": (32, 32, 8, False, 40960), "key_pass K": (32, 32, 8, False, 73728),
+        "key_pass V": (32, 32, 8, False, 57344), "key_pass VK": (32, 32, 8, False, 73728),
+        "key_pass W": (32, 32, 8, False, 90112), "prepare_tokens": (16, 0, 4, False, 0),
+        "query_pass T": (32, 32, 8, False, 40960), "query_pass W": (32, 32, 8, False, 53248),
+    },
+    ("gfx942", "half", 64): {
+        "apply_model": (64, 64, 4, True, 8192), "convolve_back": (64, 0, 4, False, 4096),
+        "inner_step": (64, 64, 4, False, 8192), "key_pass K": (64, 32, 4, False, 8192),
+        "key_pass V": (64, 64, 4, False, 8192), "key_pass VK": (64, 32, 4, False, 8192),
+        "key_pass W": (64, 32, 4, False, 8192), "prepare_tokens": (64, 0, 4, False, 0),
+        "query_pass T": (64, 64, 4, False, 8192), "query_pass W": (64, 64, 4, False, 8192),
+    },
+    ("gfx942", "fp32", 64): {
+        "apply_model": (32, 32, 4, True, 8192), "convolve_back": (32, 0, 4, False, 1024),
+        "inner_step": (32, 32, 4, True, 8192), "key_pass K": (32, 32, 4, False, 8192),
+        "key_pass V": (32, 32, 4, False, 8192), "key_pass VK": (16, 32, 4, False, 8192),
+        "key_pass W": (16, 32, 4, False, 8192), "prepare_tokens": (32, 0, 4, False, 0),
+        "query_pass T": (32, 32, 4, False, 8192), "query_pass W": (32, 32, 4, False, 8192),
+    },
+}  # end of the table
+# fmt: on
 
 
 def config(target: str, kernel: str, dtype: str, width: int) -> Config | None:
-    return Config(64, 16, 4, 1)
+    """The row of a kernel ("inner_step", "key_pass VK", ...), or None. dtype: "fp16", "bf16" or "fp32"."""
+    if target == "interpreter":
+        return _INTERPRETED
+    if kernel in _STREAMING:
+        return _STREAMING[kernel]
+    row = _group(target, dtype, width).get(kernel)
+    return None if row is None else Config(*row)
 
 
-def refuse(target, dtype, width, shared):
+def backward_launches(target: str, kernel: str, dtype: str, width: int, *, mse: bool = False) -> list[str]:
+    """Which gradients each launch of query_pass or key_pass makes: as few launches as the table has rows for.
+
+    With mse all but d value needs the residual's gradient of a launch before.
+    """
+    found = _group(target, dtype, width)
+
+    def has(makes: str) -> bool:
+        return target == "interpreter" or f"{kernel} {makes}" in found
+
+    if kernel == "query_pass":
+        return ["TW"] if has("TW") else ["T", "W"]
+    if mse:
+        return ["V", "KW"] if has("KW") else ["V", "K", "W"]
+    if has("VKW"):
+        return ["VKW"]
+    return ["VK", "W"] if has("VK") else ["V", "K", "W"]
+
+
+def refuse(target: str, dtype: str, width: int, shared: int | None) -> str | None:
+    """Why there is no configuration, or None. shared: bytes a block may have on the device, None to trust the table."""
+    if target == "interpreter":
+        return None
+    found = _group(target, dtype, width)
+    if not found:
+        known = sorted({row[0] for row in _TABLE} | set(_FAMILY))
+        if target not in known:
+            return f"there is no table of Triton configurations for {target}, only for {', '.join(known)}"
+        return f"no Triton configuration holds {dtype} heads of {width} channels in the registers of {target}"
+    most = max(row[4] for row in found.values())
+    if shared is not None and most > shared:
+        return f"Triton kernels need {most} bytes of shared memory for heads of {width}, {target} has {shared}"
     return None
 
 
-def backward_launches(target, kernel, width, mse=False):
-    if kernel == "query_pass":
-        return ["TW"]
-    return ["V", "KW"] if mse else ["VKW"]
+def of_launch(target: str, name: str, dtype: str, constants: Mapping[str, Any]) -> Config | None:
+    """The row that a recorded launch was made with; None for kernels that have none (one block size for all)."""
+    width = max(size for key in ("DP", "VP", "HB") if (size := constants.get(key, 0)) is not None)
+    return config(target, name.removesuffix("R").strip(), dtype, width) if width else None
+
+
+def _group(target: str, dtype: str, width: int) -> dict[str, tuple[int, int, int, bool, int]]:
+    return _TABLE.get((_FAMILY.get(target, target), "fp32" if dtype == "fp32" else "half", width), {})

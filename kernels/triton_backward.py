@@ -80,7 +80,7 @@ def _store_sums(
 @triton.jit(do_not_specialize=_COUNTS)
 def query_pass(
     X, x_batch, x_head, x_step,
-    O, o_batch, o_head, o_step,
+    DO, o_batch, o_head, o_step,
     W1, W2, W3,  # fast weights [B, H, ...] in X's dtype
     DX, dx_batch, dx_head, dx_step,
     PARTS,  # float32 [B*H, splits, parameters of a head]
@@ -116,7 +116,7 @@ def query_pass(
     for first in range(split * chunk, end, BLOCK):
         live = first + tl.arange(0, BLOCK) < end
         x = load_rows(X, batch * x_batch + index * x_head, x_step, first, live, D, DP, BLOCK)
-        o = load_rows(O, batch * o_batch + index * o_head, o_step, first, live, V, VP, BLOCK)
+        o = load_rows(DO, batch * o_batch + index * o_head, o_step, first, live, V, VP, BLOCK)
         dx = 0.0
         if TOKEN:
             dx = tl.zeros((BLOCK, DP), tl.float32)

@@ -64,19 +64,22 @@ def convolve_back(
             on_grid, t, y, c = grid_cells(first + row, inside, prefix, grid_t, grid_h, grid_w)
             on = tl.sum(tl.where(on_grid[:, None], g, 0.0), 0)
             taps += tl.where(tap_row[:, None] == KT * KH * KW, on[None, :], 0.0)
-            for tap in tl.static_range(KT * KH * KW):
-                dt = KT // 2 - tap // (KH * KW)
-                dy = KH // 2 - (tap // KW) % KH
-                dx = KW // 2 - tap % KW
-                valid = on_grid & (c + dx >= 0) & (c + dx < grid_w)
-                valid = valid & (y + dy >= 0) & (y + dy < grid_h) & (t + dt >= 0) & (t + dt < grid_t)
-                shifted = first + (dt * grid_h + dy) * grid_w + dx
-                there = load_rows(G, g_base, g_step, shifted, valid, D, DP, BLOCK).to(tl.float32)
-                at = CONV + (index * D + channel) * (KT * KH * KW) + tap
-                weight = tl.load(at, mask=channel < D, other=0.0).to(tl.float32)
-                g += there * weight[None, :]
-                met = tl.sum(there * x, 0)
-                taps += tl.where(tap_row[:, None] == tap, met[None, :], 0.0)
+            # One line of taps at a time, as in load_tokens. x meets g[m - t]: the taps the other way round.
+            for line in range(KT * KH):
+                dt = KT // 2 - line // KH
+                dy = KH // 2 - line % KH
+                reached = on_grid & (y + dy >= 0) & (y + dy < grid_h) & (t + dt >= 0) & (t + dt < grid_t)
+                for place in tl.static_range(KW):
+                    dx = KW // 2 - place
+                    tap = line * KW + place
+                    valid = reached & (c + dx >= 0) & (c + dx < grid_w)
+                    shifted = first + (dt * grid_h + dy) * grid_w + dx
+                    there = load_rows(G, g_base, g_step, shifted, valid, D, DP, BLOCK).to(tl.float32)
+                    at = CONV + (index * D + channel) * (KT * KH * KW) + tap
+                    weight = tl.load(at, mask=channel < D, other=0.0).to(tl.float32)
+                    g += there * weight[None, :]
+                    met = tl.sum(there * x, 0)
+                    taps += tl.where(tap_row[:, None] == tap, met[None, :], 0.0)
         if MASKED:
             g = tl.where(live[:, None], g, 0.0)
         if NORM:

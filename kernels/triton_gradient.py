@@ -29,7 +29,7 @@ from .triton_phases import (
     residual,
     source,
 )
-from .triton_site import Site, padded, rows_of, strides, target_of
+from .triton_site import DTYPES, Site, padded, rows_of, strides, target_of
 
 
 def backward(
@@ -100,14 +100,14 @@ def _query_side(
     x = query if convolution is None else prepare(site, query, convolution, stats, of_key=False)
     d_x = _like(query) if convolution is None else torch.empty_like(query, memory_format=torch.contiguous_format)
     d_fast: list[Tensor] = []
-    for makes in backward_launches(target_of(site.device), "query_pass", site.width):
-        chosen = configured(site, "query_pass" + makes)
+    for makes in backward_launches(target_of(site.device), "query_pass", DTYPES[site.dtype], site.width):
+        chosen = configured(site, f"query_pass {makes}")
         slices = site.slices(chosen.hidden)
         own = _programs(makes, slices["SLICES"])
-        chunk, splits = site.chunks(site.queries, own)
+        chunk, splits = site.chunks(site.queries)
         parts = grad.new_empty(site.rows, splits, _parameters(fast), dtype=torch.float32) if "W" in makes else d_x
         triton_backward.query_pass[(site.rows * own, splits)](
-            x, *strides(x), O=grad, o_batch=grad.stride(0), o_head=grad.stride(1), o_step=grad.stride(2),
+            x, *strides(x), DO=grad, o_batch=grad.stride(0), o_head=grad.stride(1), o_step=grad.stride(2),
             **matrices(site, fast), DX=d_x, dx_batch=d_x.stride(0), dx_head=d_x.stride(1), dx_step=d_x.stride(2),
             PARTS=parts, heads=site.heads, tokens=site.queries, chunk=chunk, splits=splits, SWIGLU=site.swiglu,
             TOKEN="T" in makes, WEIGHT="W" in makes, **site.sizes(), **slices, BLOCK=chosen.block,
@@ -141,11 +141,11 @@ def _key_side(
     by_slope = {name.replace("W", "A"): slope for name, slope in matrices(site, slopes).items()}
     d_weights: list[Tensor] = []
     met = scale
-    for makes in backward_launches(target_of(site.device), "key_pass", site.width, mse=mse):
-        chosen = configured(site, "key_pass" + makes)
+    for makes in backward_launches(target_of(site.device), "key_pass", DTYPES[site.dtype], site.width, mse=mse):
+        chosen = configured(site, f"key_pass {makes}")
         slices = site.slices(chosen.hidden)
         own = _programs(makes, slices["SLICES"])
-        chunk, splits = site.chunks(site.tokens, own)
+        chunk, splits = site.chunks(site.tokens)
         f32: dict[str, Any] = {"dtype": torch.float32, "device": key.device}
         parts = torch.empty(site.rows, splits, _parameters(low) if "W" in makes else 0, **f32)
         rates = torch.empty(site.rows, splits, **f32)

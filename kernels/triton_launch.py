@@ -127,9 +127,7 @@ def _refuse_sizes(query: Tensor, key: Tensor, value: Tensor, weights: Sequence[T
     return None
 
 
-def _refuse_grid(
-    problem: Problem, conv_query: Convolution | None, conv_key: Convolution | None
-) -> str | None:
+def _refuse_grid(problem: Problem, conv_query: Convolution | None, conv_key: Convolution | None) -> str | None:
     for convolution in (conv_query, conv_key):
         if convolution is None:
             continue

@@ -75,11 +75,9 @@ def statistics(site: Site, key: Tensor) -> Tensor:
     return stats
 
 
-def prepare(
-    site: Site, x: Tensor, convolution: Convolution | None, stats: Tensor, *, of_key: bool
-) -> Tensor:
+def prepare(site: Site, x: Tensor, convolution: Convolution | None, stats: Tensor, *, of_key: bool) -> Tensor:
     """x^ [B, H, N, D] in x's dtype. x itself where nothing is to be done to it."""
-    arguments = source(site, x, convolution, stats, of_key=of_key)
+    x, arguments = rows_of(x), source(site, x, convolution, stats, of_key=of_key)
     if not (arguments["NORM"] or arguments["MASKED"] or arguments["KT"]):
         return x
     chosen, tokens = configured(site, "prepare_tokens"), x.shape[2]
@@ -137,9 +135,7 @@ def run_model(
     )  # fmt: skip
 
 
-def residual(
-    site: Site, key: Tensor, arguments: dict[str, Any], value: Tensor, weights: Sequence[Tensor]
-) -> Tensor:
+def residual(site: Site, key: Tensor, arguments: dict[str, Any], value: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """``e`` up to its sign: the value itself for dot, ``f(key) - value`` for mse, [B, H, N, Dv] in value's dtype."""
     if site.problem.loss == "dot":
         return value
@@ -162,7 +158,7 @@ def step(
     key, arguments = tokens_for(site, "inner_step", key, conv_key, stats, of_key=True)
     error = residual(site, key, arguments, rows_of(value), low)
     slices = site.slices(chosen.hidden)
-    chunk, splits = site.chunks(site.tokens, slices["SLICES"])
+    chunk, splits = site.chunks(site.tokens)
     total = sum(weight[0].numel() for weight in weights)
     parts = key.new_empty(site.rows, splits, total, dtype=torch.float32)
     triton_forward.inner_step[(site.rows * slices["SLICES"], splits)](
@@ -186,9 +182,7 @@ def step(
     return fast, rounded
 
 
-def apply(
-    site: Site, query: Tensor, fast: Sequence[Tensor], conv_query: Convolution | None, output: Tensor
-) -> None:
+def apply(site: Site, query: Tensor, fast: Sequence[Tensor], conv_query: Convolution | None, output: Tensor) -> None:
     """``output = f(query^)`` with the fast weights [B, H, ...] in query's dtype."""
     x, arguments = tokens_for(site, "apply_model", query, conv_query, query, of_key=False)
     run_model(site, x, arguments, fast, output, None, of_key=False)

@@ -17,8 +17,8 @@ NARROWEST, WIDEST = 16, 128  # tl.dot takes no less than 16; three float32 sums 
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-#: A split has at least so many tokens, and there are at most so many programs; both are no property of the chip, so that
-#: the order of additions, and with it the result to the last bit, is the same on all of them.
+#: A split has about so many tokens or more, and there are at most so many programs a launch unless rows and heads alone
+#: are more. Neither asks the chip, so the order of additions is the same on all of them.
 SPLIT_TOKENS, PROGRAMS = 256, 1024
 
 
@@ -98,8 +98,10 @@ class Site:
 
     @property
     def precision(self) -> str:
-        """How float32 matrices are multiplied: as torch does."""
-        return "tf32" if self.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        """How float32 matrices are multiplied: as torch does. AMD chips have exact matrix instructions for them."""
+        if self.device.type != "cuda" or torch.version.hip:
+            return "ieee"
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
     def token_counts(self) -> Tensor | int:
         """``n_b``: the tokens that take part in each row, at least 1; float32 [B, 1] under a mask."""
@@ -107,9 +109,9 @@ class Site:
             return self.tokens
         return self.mask.sum(-1, dtype=torch.float32, keepdim=True).clamp(min=1)
 
-    def chunks(self, tokens: int, slices: int = 1) -> tuple[int, int]:
+    def chunks(self, tokens: int) -> tuple[int, int]:
         """(tokens a split, splits): from shapes alone."""
-        splits = max(1, min(-(-tokens // SPLIT_TOKENS), PROGRAMS // (self.rows * slices)))
+        splits = max(1, min(-(-tokens // SPLIT_TOKENS), PROGRAMS // self.rows))
         chunk = -(-tokens // splits)
         chunk = -(-chunk // 128) * 128 if splits > 1 else chunk
         return chunk, -(-tokens // chunk)
@@ -133,8 +135,15 @@ class Site:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x with its channels next to each other: itself, unless they lie apart (nothing in a model makes that)."""
-    return x if x.stride(3) == 1 else x.contiguous()
+    """x as the kernels read it: channels next to each other, and tokens at multiples of 8 where head_dim is one.
+
+    That is x itself. Only a tensor cut out of a wider one at an odd place, which no projection makes, is copied.
+    """
+    unit = 8 if x.shape[3] % 8 == 0 else 1
+    steps = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    if (x.shape[3] == 1 or x.stride(3) == 1) and all(step % unit == 0 for step in steps[:-1]):
+        return x
+    return x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
