@@ -13,6 +13,11 @@ from torch import fx
 from ..capture.proxy import expect
 from .written import CASTS, PRODUCTS, VIEWS, Obstacle, Written, name_of
 
+# What changes where numbers are and not what they are: a factor may be taken out before as well as after.
+_MOVES = (
+    "view", "reshape", "flatten", "unflatten", "transpose", "swapaxes", "permute", "contiguous", "repeat_interleave",
+)  # fmt: skip
+
 
 def replace(written: Written, graph: fx.Graph, emit: Callable[..., fx.Node], values: dict[fx.Node, Any]) -> fx.Node:
     """Write ``written`` as one SDPA node; an attention map that is returned beside becomes None.
@@ -26,7 +31,7 @@ def replace(written: Written, graph: fx.Graph, emit: Callable[..., fx.Node], val
     folded = _unfold((query, key, value), values)
     if folded is not None:
         query, key, value = folded
-        query, key = (_without_factor(node, written, values) for node in (query, key))
+    query, key = (_without_factor(node, written, emit, values) for node in (query, key))
     mask = _mask(written, emit, values)
     if mask is not None and folded is not None and values[mask].dim() == 3:
         raise Obstacle("a mask lies over heads that are folded into the batch")
@@ -54,24 +59,45 @@ def _erase(node: fx.Node, graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _without_factor(node: Any, written: Written, values: dict[fx.Node, Any]) -> fx.Node:
-    """A query (or key) that was scaled before its heads were folded into the batch: the factor goes to the scores."""
-    while name_of(node) in ("mul", "div") and len(node.args) == 2:
-        first, second = node.args
+def _without_factor(node: Any, written: Written, emit: Callable[..., fx.Node], values: dict[fx.Node, Any]) -> fx.Node:
+    """A query (or key) that was scaled before it was split into heads, transposed or folded, without that scaling.
+
+    The factor goes to the scores, where it is in every other spelling; the moves after it are made again without it.
+    """
+    moves = []
+    at = node
+    while isinstance(at, fx.Node) and name_of(at) in _MOVES:
+        moves.append(at)
+        at = at.args[0]
+    scaled = at
+    while name_of(at) in ("mul", "div") and len(at.args) == 2:
+        first, second = at.args
         number = values.get(second, second) if isinstance(second, fx.Node) else second
         if not isinstance(number, (int, float)) or not isinstance(first, fx.Node):
             break
         if isinstance(second, fx.Node):
             written.factors.append(second)
-        written.scale = written.scale / number if name_of(node) == "div" else written.scale * number
-        node = first
-    return node
+        written.scale = written.scale / number if name_of(at) == "div" else written.scale * number
+        at = first
+    if at is scaled:
+        return node
+    for move in reversed(moves):
+        at = emit(move.target, (at, *move.args[1:]), dict(move.kwargs))
+    return at
 
 
 def _untransposed(node: Any, values: dict[fx.Node, Any]) -> fx.Node | None:
     """The node that ``node`` is the transpose of its last two axes of."""
     dims = values[node].dim()
-    if name_of(node) in ("transpose", "swapaxes") and {d % dims for d in node.args[1:3]} == {dims - 1, dims - 2}:
+    name = name_of(node)
+    if name in ("transpose", "swapaxes"):
+        swapped = {d % dims for d in node.args[1:3]} == {dims - 1, dims - 2}
+    elif name == "permute":
+        order = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        swapped = [d % dims for d in order] == [*range(dims - 2), dims - 1, dims - 2]
+    else:
+        swapped = name == "getattr" and node.args[1] == "mT"
+    if swapped:
         return node.args[0]
     return None
 
