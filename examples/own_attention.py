@@ -9,13 +9,13 @@ heads, head_dim]), a small vision transformer that calls it, and the pass that o
 
 from __future__ import annotations
 
-import t5fx.passes
 import torch
 import torch.nn.functional as F
 from rich import print as show
 from torch import Tensor, nn
 
 import t5fx
+import t5fx.passes
 
 # --- what the model brings along: an operator that nobody can look into -----------------------------------------
 

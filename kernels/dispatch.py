@@ -39,7 +39,8 @@ class Choice:
 @cache
 def kernel(name: str) -> Kernel:
     """The kernel of that name; what follows an "@" is not looked at. Raises ConfigError."""
-    name, found = name.split("@")[0], None  # type: str, Any
+    found: Any
+    name = name.split("@")[0]
     if name == "triton":
         from .triton_launch import TritonKernel as found
     elif name == "cpu":

@@ -124,11 +124,14 @@ def _choose(site: _Site, kernel: str | None) -> dispatch.Choice:
     tensors = [example(x) for x in (site.query, site.key, site.value)]
     dtype = _common_dtype(tensors)
     query, key, value = (x.to(dtype) for x in tensors)
-    convs = [None if c is None else Convolution(*map(example, c)) for c in (site.conv_query, site.conv_key)]
+    conv_query, conv_key = (
+        None if c is None else Convolution(*map(example, c)) for c in (site.conv_query, site.conv_key)
+    )
     grid = tuple(example(g) for g in site.grid)
     problem = Problem(site.inner, site.loss, site.eps, example(site.prefix), grid, site.mask_query)
     weights = [example(w) for w in site.weights]
-    return dispatch.choose(problem, query, key, value, weights, *convs, example(site.mask), forced=kernel)
+    mask = example(site.mask)
+    return dispatch.choose(problem, query, key, value, weights, conv_query, conv_key, mask, forced=kernel)
 
 
 def _replace(apply: fx.Node, site: _Site, kernel: str) -> None:

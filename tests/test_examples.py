@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import t5fx.passes
 import torch
 import torch.nn.functional as F
-from t5fx.passes import registry
 
 import t5fx
+import t5fx.passes
+from t5fx.passes import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

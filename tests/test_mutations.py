@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import t5fx.kernels
-import t5fx.passes
 
 import t5fx
+import t5fx.kernels
+import t5fx.passes
 
 pytestmark = pytest.mark.slow
 
