@@ -62,6 +62,13 @@ _TABLE: dict[tuple[str, str, int], dict[str, tuple[int, int, int, bool, int]]] =
         "key_pass W": (32, 32, 4, False, 53248), "prepare_tokens": (64, 0, 8, False, 0),
         "query_pass T": (64, 64, 8, False, 40960), "query_pass W": (64, 64, 8, False, 57344),
     },
+    ("sm_90", "half", 128): {
+        "apply_model": (64, 128, 8, True, 114688), "convolve_back": (16, 0, 4, False, 4096),
+        "inner_step": (32, 32, 8, False, 49152), "key_pass K": (32, 32, 8, False, 73728),
+        "key_pass V": (32, 32, 8, False, 57344), "key_pass VK": (16, 32, 4, False, 65536),
+        "key_pass W": (32, 32, 8, False, 106496), "prepare_tokens": (64, 0, 8, False, 0),
+        "query_pass T": (32, 128, 8, False, 180224), "query_pass W": (64, 32, 8, False, 73728),
+    },
     ("sm_90", "fp32", 64): {
         "apply_model": (32, 32, 8, True, 32768), "convolve_back": (64, 0, 8, False, 2048),
         "inner_step": (16, 32, 8, True, 32768), "key_pass K": (16, 16, 8, False, 36864),
@@ -89,6 +96,13 @@ _TABLE: dict[tuple[str, str, int], dict[str, tuple[int, int, int, bool, int]]] =
         "key_pass V": (64, 64, 4, False, 8192), "key_pass VK": (64, 32, 4, False, 8192),
         "key_pass W": (64, 32, 4, False, 8192), "prepare_tokens": (64, 0, 4, False, 0),
         "query_pass T": (64, 64, 4, False, 8192), "query_pass W": (64, 64, 4, False, 8192),
+    },
+    ("gfx942", "half", 128): {
+        "apply_model": (16, 16, 4, True, 4096), "convolve_back": (32, 0, 4, False, 8192),
+        "inner_step": (64, 32, 4, False, 16384), "key_pass K": (64, 32, 4, False, 16384),
+        "key_pass V": (64, 32, 4, False, 16384), "key_pass VK": (32, 32, 4, False, 8192),
+        "key_pass W": (32, 32, 4, False, 8192), "prepare_tokens": (32, 0, 4, False, 0),
+        "query_pass T": (64, 32, 4, False, 16384), "query_pass W": (64, 32, 4, False, 16384),
     },
     ("gfx942", "fp32", 64): {
         "apply_model": (32, 32, 4, True, 8192), "convolve_back": (32, 0, 4, False, 1024),
@@ -139,7 +153,7 @@ def refuse(target: str, dtype: str, width: int, shared: int | None) -> str | Non
         known = sorted({row[0] for row in _TABLE} | set(_FAMILY))
         if target not in known:
             return f"there is no table of Triton configurations for {target}, only for {', '.join(known)}"
-        return f"no Triton configuration holds {dtype} heads of {width} channels in the registers of {target}"
+        return f"there is no Triton configuration for {dtype} heads of {width} channels on {target}"
     most = max(row[4] for row in found.values())
     if shared is not None and most > shared:
         return f"Triton kernels need {most} bytes of shared memory for heads of {width}, {target} has {shared}"

@@ -182,11 +182,12 @@ def write_markdown(path: Path, results: list[Result], targets: list[str]) -> Non
     }
     text = path.read_text()
     for name, body in parts.items():
-        text, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, body=body: f"{m[1]}\n{body}\n\n{m[2]}", text, flags=re.S
-        )
-        if count != 1:
-            raise SystemExit(f"{path} needs one pair of marks <!-- {name} --> and <!-- end -->, it has {count}")
+        pieces = re.split(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text, flags=re.S)
+        if len(pieces) != 2:
+            raise SystemExit(
+                f"{path} needs one pair of marks <!-- {name} --> and <!-- end -->, it has {len(pieces) - 1}"
+            )
+        text = f"\n{body}\n\n".join(pieces)
     path.write_text(text)
 
 

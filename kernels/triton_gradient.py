@@ -192,9 +192,8 @@ def _tokens_back(
         BLOCK=chosen.block, **options(chosen),
     )  # fmt: skip
     if norm and scale is not None:
-        means = sums.sum(1) / site.tokens
-        if site.mask is not None:
-            means = sums.sum(1) / site.token_counts().repeat_interleave(site.heads, 0)[:, :, None]
+        counts = site.token_counts()  # [B, 1] under a mask
+        means = sums.sum(1).view(site.batch, -1) / counts
         rest = configured(site, "norm_back")
         triton_conv.norm_back[(site.rows, -(-tokens // rest.block))](
             x, *strides(x), G=out, g_batch=out.stride(0), g_head=out.stride(1), g_step=out.stride(2),

@@ -71,7 +71,7 @@ def launches(target: str, call: Call) -> list[Launch]:
 def _run(call: Call) -> None:
     dim, side = call.head_dim, int(call.tokens**0.5)
     shape = (call.batch, call.tokens, call.heads, dim)
-    options = {"dtype": _TORCH[call.dtype], "device": "meta"}
+    options: dict[str, Any] = {"dtype": _TORCH[call.dtype], "device": "meta"}
     query, key, value, grad = (torch.empty(shape, **options).transpose(1, 2) for _ in range(4))
     weights = [torch.empty(call.heads, dim, dim, **options) for _ in range(3 if call.inner == "swiglu" else 2)]
     channels = call.heads * dim

@@ -121,5 +121,6 @@ def test_refuses(changes, reason, monkeypatch):
     # As if on a GPU that has a row for everything: only the call itself is looked at.
     monkeypatch.setattr("t5fx.kernels.triton_launch.target_of", lambda device: "sm_90")
     monkeypatch.setattr("t5fx.kernels.triton_launch._refuse_device", lambda device: None)
+    monkeypatch.setattr("t5fx.kernels.triton_launch.shared_memory", lambda device: None)
     assert refusal() is None
     assert reason in refusal(**changes)
