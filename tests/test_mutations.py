@@ -208,6 +208,31 @@ MUTANTS = {
         '("new", new_lr_scale)', '("new", inherited_lr_scale)',
         ("test_train.py::test_learning_rates_and_decay",),
     ),
+    # The fused operator.
+    "a fused site loses its mask": Mutant(
+        "site.head_lr, *convs, site.mask, *numbers", "site.head_lr, *convs, None, *numbers",
+        ("test_fuse.py::test_equals_the_operators[t5-masked]",),
+    ),
+    "operators with two masks are fused": Mutant(
+        "if any(m is not mask for m in masks):", "if False:",
+        ("test_fuse.py::test_what_does_not_belong_together_is_left_alone[TwoMasks-extra0-the same mask]",),
+    ),
+    "fast weights in another order are fused": Mutant(
+        "any(x.args != (items[0].args[0], i) for i, x in enumerate(items))", "False",
+        ("test_fuse.py::test_what_does_not_belong_together_is_left_alone[SwappedWeights-extra1-one inner step]",),
+    ),
+    "the fused backward forgets that mse looks at the prediction": Mutant(
+        'if problem.loss == "mse":  # the error looks at the prediction', "if False:",
+        ("test_fused_op.py::test_equals_the_four_operators[plain-swiglu-mse]",),
+    ),
+    "cached graphs outlive a change of the kernels": Mutant(
+        'f"{choice.kernel}@{tag}" if tag else choice.kernel', "choice.kernel",
+        ("test_backend.py::test_caches_warm_cold_and_when_files_change",),
+    ),
+    "a factor before the split into heads is forgotten": Mutant(
+        "while isinstance(at, fx.Node) and name_of(at) in _MOVES:", "while False:",
+        ("test_canonicalize.py::test_all_forms_are_one[scaled_before_heads]",),
+    ),
 }  # fmt: skip
 
 
