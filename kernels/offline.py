@@ -53,7 +53,7 @@ class Result:
 
 
 def calls(
-    quick: bool, targets: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int]
+    quick: bool, targets: Iterable[str], dtypes: Iterable[str], head_dims: Iterable[int], plain: bool = False
 ) -> list[tuple[str, Call]]:
     """What to compile: (target, call), all of them served by the table."""
     if quick:
@@ -65,7 +65,7 @@ def calls(
                 if refused(target, dtype, dim):
                     continue
                 found.append((target, Call(dtype=dtype, head_dim=dim)))
-                if dim in VARIED:
+                if dim in VARIED and not plain:
                     found += [(target, Call(inner, loss, dtype, dim, mask)) for inner, loss, mask in VARIANTS]
     return found
 
@@ -197,11 +197,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", default=list(configs.SHARED), choices=list(TARGETS))
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--head-dims", nargs="+", type=int, default=list(HEAD_DIMS))
+    parser.add_argument("--plain", action="store_true", help="SwiGLU with the dot loss and no mask only")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--markdown", type=Path, help="file with marks to write the tables between")
     arguments = parser.parse_args(argv)
     console = Console()
-    jobs = calls(arguments.quick, arguments.targets, arguments.dtypes, arguments.head_dims)
+    jobs = calls(arguments.quick, arguments.targets, arguments.dtypes, arguments.head_dims, arguments.plain)
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ProcessPoolExecutor(arguments.jobs) as pool:

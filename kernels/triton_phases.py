@@ -23,7 +23,8 @@ def configured(site: Site, kernel: str) -> Config:
 
 
 def options(chosen: Config) -> dict[str, int]:
-    return {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    found = {"num_warps": chosen.warps, "num_stages": chosen.stages}
+    return found if chosen.registers is None else {**found, "maxnreg": chosen.registers}
 
 
 def source(site: Site, x: Tensor, convolution: Convolution | None, stats: Tensor, *, of_key: bool) -> dict[str, Any]:
