@@ -13,7 +13,6 @@ classifier that this script trains itself: its numbers compare the rows of this 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,9 +115,8 @@ class Run:
             self.train, self.test = self.train.first(args.images), self.test.first(args.images)
         self.log = loop.Log(self.out / "log.csv", FIELDS)
         self.path = self.out / "checkpoint.pt"
-        if args.resume and self.log.path.exists():
-            with open(self.log.path, newline="") as file:
-                self.log.keep(list(csv.DictReader(file)))
+        if args.resume:
+            self.log.read()
 
     def load(self, name: str) -> nn.Module:
         """One of the models of ``ROWS`` as its stage left it."""
@@ -136,8 +134,12 @@ class Run:
         if stage == "control":  # the same images, noise and times as the model that it stands beside
             recipe.seed = args.seed + STAGES.index("finetune")
         optimizer = torch.optim.AdamW(groups, fused=True)
+        guard = t5fx.TrainingGuard(model) if stage == "finetune" else None
         loop.fit(model, optimizer, Pictures(self.train, recipe, DEVICE), stage=stage, log=self.log, loss=loss,
-                 checkpoint=self.path, resume=resume, evaluate=lambda: float("nan"))  # fmt: skip
+                 checkpoint=self.path, resume=resume, evaluate=lambda: float("nan"),
+                 guard=guard.check if guard else None)  # fmt: skip
+        if guard:
+            guard.remove()
 
     # Each stage, by its name in STAGES.
 

@@ -126,7 +126,7 @@ def train(model: nn.Module, optimizer: Any, encode: Encoders, accelerator: Accel
     data = batches(args, accelerator, first * args.accumulate, args.seed)
     total, count = torch.zeros((), device=accelerator.device), 0
     model.train()
-    with loop.bar(args.steps, "train") as tick:
+    with loop.bar(args.steps, "train") as tick, t5fx.TrainingGuard(model) as guard:
         for step in range(first, args.steps):
             with clock.running():
                 # Noise and times are a function of the step and the process: a checkpoint needs no random state.
@@ -141,6 +141,7 @@ def train(model: nn.Module, optimizer: Any, encode: Encoders, accelerator: Accel
                     with contextlib.nullcontext() if last else accelerator.no_sync(model), accelerator.autocast():
                         loss = nn.functional.mse_loss(model(**inputs, return_dict=False)[0].float(), velocity)
                         accelerator.backward(loss / args.accumulate)
+                    guard.check(loss)
                     total += loss.detach() / args.accumulate
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

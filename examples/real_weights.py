@@ -14,7 +14,6 @@ converted models (for t5fx.load), log.csv, probe.csv and curves.png.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import warnings
 from pathlib import Path
@@ -73,12 +72,12 @@ def pixels(images: Tensor, size: int) -> Tensor:
 
 
 def feature_loss(got: Tensor, wanted: Tensor, std: Tensor) -> Tensor:
-    """Squared difference of final tokens [B, 1 + N, width] in units of ``std`` [width]: class token and patches alike.
+    """Relative squared difference of final tokens [B, 1 + N, width]: the class token counts as much as all patches.
 
-    Every channel counts alike, as it does for a probe on standardised features.
+    In units of ``std`` [width] every channel counts alike, as it does for a probe on standardised features.
     """
-    error = ((got.float() - wanted.float()) / std).square()
-    return error[:, 0].mean() + error[:, 1:].mean()
+    student, teacher = got.float() / std, wanted.float() / std
+    return t5fx.distill_loss(features=((student[:, 0], student[:, 1:]), (teacher[:, 0], teacher[:, 1:])))
 
 
 class Run:
@@ -95,9 +94,7 @@ class Run:
         self.clock = loop.Clock()
         if args.resume:
             for log in (self.log, self.table):
-                if log.path.exists():
-                    with open(log.path, newline="") as file:
-                        log.keep(list(csv.DictReader(file)))
+                log.read()
             if self.log.rows:
                 last = self.log.rows[-1]
                 self.clock = loop.Clock(float(last["seconds"]), float(last["cpu_seconds"]))
@@ -189,7 +186,7 @@ class Run:
             loop.restore(state, model, optimizer)
             first, self.clock = state["step"], loop.Clock(state["wall"], state["cpu"])
             self.log.keep(state["rows"])
-        with loop.bar(args.distill_steps, "distill") as tick:
+        with loop.bar(args.distill_steps, "distill") as tick, t5fx.TrainingGuard(model) as guard:
             for step in range(first, args.distill_steps):
                 with self.clock.running():
                     factor = loop.rate((step + 1) / args.distill_steps, 0.05)
@@ -202,6 +199,7 @@ class Run:
                         loss = feature_loss(model.forward_features(images), wanted, std)
                     optimizer.zero_grad()
                     loss.backward()
+                    guard.check(loss)
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                 total, count = total + float(loss.detach()), count + 1
@@ -242,11 +240,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated")
     parser.add_argument("--select", default="everything", help="a selector of t5fx by name, or a glob of site names")
     parser.add_argument("--size", type=int, default=112, help="pixels, a multiple of 14; 224 takes five times as long")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--calibrate-steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--calibrate-steps", type=int, default=200)
     parser.add_argument("--calibrate-lr", type=float, default=1e-2)
     parser.add_argument("--distill-steps", type=int, default=400)
-    parser.add_argument("--lr", type=float, default=1e-4, help="of the inherited weights in distillation")
+    parser.add_argument("--lr", type=float, default=2e-4, help="of the inherited weights in distillation")
     parser.add_argument("--new-lr-scale", type=float, default=10.0, help="the new weights learn so much faster")
     parser.add_argument("--amp", choices=("none", "bf16"), default="none")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints and rows of the log")
