@@ -44,7 +44,7 @@ class TrainingGuard:
             owner = sites[0].owner
             names = [site.name for site in sorted(sites, key=lambda s: s.spec.index)]
             self._kept.append((owner, owner.__dict__.get("forward", _MISSING)))
-            owner.__dict__["forward"] = types.MethodType(_Watched(names, self, owner.forward), owner)
+            owner.__dict__["forward"] = types.MethodType(_watched(names, self, owner.forward), owner)
 
     def check(self, loss: Tensor | None = None) -> None:
         """Raise if anything since the last call was not finite.
@@ -92,21 +92,20 @@ class TrainingGuard:
         self._found.append((site, what, _finite(tensors)))
 
 
-class _Watched:
-    """An owner's forward, and a look at what it makes."""
+def _watched(names: list[str], guard: TrainingGuard, forward: Any) -> Any:
+    """An owner's forward, and a look at what it makes.  A function, which Dynamo can follow."""
 
-    def __init__(self, names: list[str], guard: TrainingGuard, forward: Any) -> None:
-        self.names, self.guard, self.forward = names, guard, forward
-
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         with WatchSteps() as seen:
-            output = self.forward(*args, **kwargs)
-        for name, step in zip(self.names, seen.steps, strict=False):
-            self.guard.saw(name, "the fast weights", list(step.fast))
-        self.guard.saw(self.names[-1], "the outputs", [x for x in tree_leaves(output) if isinstance(x, Tensor)])
+            output = forward(*args, **kwargs)
+        for name, step in zip(names, seen.steps, strict=False):
+            guard.saw(name, "the fast weights", list(step.fast))
+        guard.saw(names[-1], "the outputs", [x for x in tree_leaves(output) if isinstance(x, Tensor)])
         return output
+
+    return run
 
 
 @torch.no_grad()

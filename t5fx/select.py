@@ -246,24 +246,19 @@ def budget(speedup: float, scores: Mapping[str, float]) -> Selector:
 def lightest(weights: Sequence[float], gains: Sequence[int], needed: int) -> list[int]:
     """Indices of the set of least total weight whose gains reach ``needed``, which all together do.
 
-    A knapsack, by dynamic programming over the sets that no other beats in both; exact while those are few, as they
-    are when most sites are alike.  Beyond that gains are rounded down to one part in 20,000 of what is needed.
+    A knapsack, by dynamic programming over the sets that no other beats in both; exact while those are fewer than
+    5,000, as they are when most sites are alike.  Of more, those with nearly equal gains are taken for one.
     """
-    unit = max(1, math.gcd(*gains), 1 if sum(gains) // max(1, math.gcd(*gains)) <= 20_000 else needed // 20_000)
-    front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]  # (gain, weight, indices), rising in both
-    target = -(-needed // unit)
+    front: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]  # (gain, weight, indices), falling in both
     for i, (weight, gain) in enumerate(zip(weights, gains, strict=True)):
-        more = [(min(g + gain // unit, target), w + weight, (*chosen, i)) for g, w, chosen in front]
-        best = math.inf
-        kept = []
+        more = [(min(g + gain, needed), w + weight, (*chosen, i)) for g, w, chosen in front]
+        lightest_yet, kept = math.inf, []
         for state in sorted(front + more, key=lambda s: (-s[0], s[1], len(s[2]))):
-            if state[1] < best:
-                best = state[1]
+            if state[1] < lightest_yet:
+                lightest_yet = state[1]
                 kept.append(state)
-        front = kept
-    enough = [state for state in front if state[0] >= target]
-    # Rounding may lose a sliver of what all sites together reach.
-    return list(enough[0][2]) if enough else list(range(len(weights)))
+        front = kept if len(kept) <= 5_000 else list({s[0] * 5_000 // needed: s for s in reversed(kept)}.values())[::-1]
+    return list(front[0][2])
 
 
 def choose(sites: Sequence[Site], select: Any) -> list[Site]:

@@ -76,7 +76,8 @@ def sensitivity(
 
     Args:
         batches, steps, lr, progress: as in :func:`t5fx.calibrate`.
-        config, example_inputs, layout: as in :func:`t5fx.linearize`.
+        config, example_inputs, layout: as in :func:`t5fx.linearize`; the example is the first batch, where
+            ``batches`` can be read again.
 
     Raises:
         T5fxError: the model is linearized already.
@@ -86,6 +87,8 @@ def sensitivity(
         raise T5fxError(
             f"{type(model).__name__} is linearized: sensitivity is asked of the softmax model (t5fx.revert)"
         )
+    if example_inputs is None and isinstance(batches, Iterable) and iter(batches) is not batches:
+        example_inputs = next(iter(batches), None)
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices):
         linearize(model, everything, config=config, example_inputs=example_inputs, layout=layout)
