@@ -41,7 +41,7 @@ class _Convolution(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        *((name, _int) for name in ("dtype", "gated", "mse", "normed", "mask_query")),
+        *((name, _int) for name in ("dtype", "gated", "mse", "normed", "mask_query", "threads")),
         *((name, _int) for name in ("batch", "heads", "queries", "tokens", "head_dim", "value_dim", "hidden")),
         ("prefix", _int),
         ("grid", _int * 3),
@@ -69,7 +69,7 @@ class _Packed:
         call.dtype = _DTYPES[query.dtype]
         call.gated, call.mse = problem.inner == "swiglu", problem.loss == "mse"
         call.normed, call.mask_query = problem.eps is not None, problem.mask_query
-        call.eps = problem.eps or 0.0
+        call.eps, call.threads = problem.eps or 0.0, torch.get_num_threads()
         call.batch, call.heads, call.queries, call.head_dim = query.shape
         call.tokens, call.value_dim, call.hidden = key.shape[2], value.shape[3], weights[0].shape[-1]
         grid = _three(problem.grid) if problem.grid else (0, 0, 0)

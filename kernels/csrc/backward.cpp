@@ -1,5 +1,6 @@
 // Backward. Activations are computed again, block by block; what lies in memory is the cotangents of the tokens as the
-// inner model saw them, float32, where a convolution or the key norm still has to be undone.
+// inner model saw them, float32, where a convolution or the key norm still has to be undone. They are made and undone
+// for a few rows at a time, enough to keep the threads busy: memory that is used again is in cache, and already mapped.
 //
 //     queries   cotangent of the normed, convolved queries, and of the fast weights
 //     keys      through fast = weight - rate / n * G: cotangents of keys, values, weights, rate (second.h)
@@ -28,9 +29,10 @@ struct Backward : Site<IO, Op> {
   using Base = Site<IO, Op>;
   using Base::c, Base::s, Base::rows, Base::keys, Base::queries;
   bool undo_query, undo_key;
+  int64_t group;  // rows whose cotangents are in memory at once
   int64_t query_taps, key_taps;                     // sizes of TapSums
   float *fast_sums, *slow_sums;                     // [rows, chunks, weights]: cotangents of fast and of given weights
-  float *query_cotangent, *key_cotangent;           // [rows, N, dp]
+  float* cotangents;                                // [group, N, dp]
   float *query_tap_sums, *key_tap_sums, *products;  // [rows, chunks, taps]; [rows, chunks]: <C, G>
   float* moments;                                   // [rows, 2, dp]: means of dkn and dkn * kn
   Op *slow, *fast, *step;                           // operands: weights [heads], [rows], cotangent of G [rows]
@@ -42,8 +44,11 @@ struct Backward : Site<IO, Op> {
     key_taps = undo_key ? TapSums::size(c.conv_key, s.dp) : 0;
     fast_sums = arena.take<float>(rows * queries.count * s.weights());
     slow_sums = arena.take<float>(rows * keys.count * s.weights());
-    query_cotangent = arena.take<float>(undo_query ? rows * c.queries * s.dp : 0);
-    key_cotangent = arena.take<float>(undo_key ? rows * c.tokens * s.dp : 0);
+    constexpr int64_t ITEMS_PER_THREAD = 4;
+    int64_t chunks = std::max<int64_t>(1, std::min(keys.count, queries.count));
+    group = std::min(std::max<int64_t>(1, rows), divide_up(ITEMS_PER_THREAD * c.threads, chunks));
+    int64_t tokens = std::max(undo_query ? c.queries : 0, undo_key ? c.tokens : 0);
+    cotangents = arena.take<float>(group * tokens * s.dp);
     query_tap_sums = arena.take<float>(rows * queries.count * query_taps);
     key_tap_sums = arena.take<float>(rows * keys.count * key_taps);
     products = arena.take<float>(rows * keys.count);
@@ -57,13 +62,23 @@ struct Backward : Site<IO, Op> {
   void run() {
     for_items(c.heads, PAIRED<Op>, [&](int64_t head) { this->pack(c.weights, head, slow); });
     this->for_rows([&](int64_t row) { this->pack(c.fast, row, fast); });
-    this->for_chunks(queries, [&](int64_t row, int64_t chunk) { query_pass(row, chunk); });
+    for (int64_t first = 0; first < rows; first += group) {
+      in_group(first, queries, [&](int64_t row, int64_t chunk) { query_pass(row, chunk); });
+      if (undo_query) in_group(first, queries, [&](int64_t row, int64_t chunk) { undo_queries(row, chunk); });
+    }
     this->for_rows([&](int64_t row) { turn(row); });
-    this->for_chunks(keys, [&](int64_t row, int64_t chunk) { key_pass(row, chunk); });
-    this->for_rows([&](int64_t row) { join(row); });
+    for (int64_t first = 0; first < rows; first += group) {
+      in_group(first, keys, [&](int64_t row, int64_t chunk) { key_pass(row, chunk); });
+      for (int64_t row = first; row < std::min(rows, first + group); ++row) join(row);
+      if (undo_key) in_group(first, keys, [&](int64_t row, int64_t chunk) { undo_keys(row, chunk); });
+    }
     for_items(c.heads, PAIRED<Op>, [&](int64_t head) { finish(head); });
-    if (undo_query) this->for_chunks(queries, [&](int64_t row, int64_t chunk) { undo_queries(row, chunk); });
-    if (undo_key) this->for_chunks(keys, [&](int64_t row, int64_t chunk) { undo_keys(row, chunk); });
+  }
+
+  template <class F>
+  void in_group(int64_t first, const Chunks& chunks, const F& f) const {
+    int64_t count = std::min(group, rows - first);
+    for_items(count * chunks.count, PAIRED<Op>, [&](int64_t i) { f(first + i / chunks.count, i % chunks.count); });
   }
 
   float* fast_sum(int64_t row, int64_t chunk = 0) { return fast_sums + (row * queries.count + chunk) * s.weights(); }
@@ -74,15 +89,14 @@ struct Backward : Site<IO, Op> {
   TapSums key_sum(int64_t row, int64_t chunk = 0) {
     return {key_tap_sums + (row * keys.count + chunk) * key_taps, s.dp, taps_of(c.conv_key)};
   }
-  // Cotangents in the workspace, as tokens of one row.
-  Tokens<float> cotangent(float* base, int64_t row, int64_t tokens) const {
-    return Tokens<float>(View{base, 0, tokens * s.dp, s.dp}, 0, row, s.d, nullptr);
+  Tokens<float> cotangent(int64_t row, int64_t tokens) const {
+    return Tokens<float>(View{cotangents, 0, tokens * s.dp, s.dp}, 0, row % group, s.d, nullptr);
   }
 
   void query_pass(int64_t row, int64_t chunk) {
     auto block = this->template scratch<Scratch<Op>>();
     Tokens<IO> query = this->query(row), grad = this->view(c.output, row, s.v), out = this->view(c.query_grad, row, s.d);
-    Tokens<float> kept = cotangent(query_cotangent, row, c.queries);
+    Tokens<float> kept = cotangent(row, c.queries);
     Taps taps = prepare_taps(c, c.conv_query, this->head(row), s.d, nullptr, block.taps);
     Weights<Op> w = this->weights(fast, row);
     std::memset(fast_sum(row, chunk), 0, s.weights() * sizeof(float));
@@ -90,6 +104,9 @@ struct Backward : Site<IO, Op> {
     this->for_blocks(queries, chunk, [&](int64_t from, int64_t count, int64_t padded) {
       this->load_queries(query, taps, from, count, padded, block.x);
       copy_block(grad, from, count, padded, block.e);
+      prefetch(query, from + BLOCK + reach(taps), c.queries);
+      prefetch(grad, from + BLOCK, c.queries);
+      if (!undo_query) prefetch<true>(out, from, c.queries);
       block.template step<true>(padded, w, false, Sums(fast_sum(row, chunk), s));
       gemm(padded, s.dp, s.wide, block.g.plain, s.wide, w.in_t, s.dp, block.y, s.dp);
       if (undo_query) {
@@ -120,7 +137,7 @@ struct Backward : Site<IO, Op> {
     auto block = this->template scratch<Scratch<Op>>();
     Tokens<IO> key = this->key(row), value = this->value(row);
     Tokens<IO> key_out = this->view(c.key_grad, row, s.d), value_out = this->view(c.value_grad, row, s.v);
-    Tokens<float> kept = cotangent(key_cotangent, row, c.tokens);
+    Tokens<float> kept = cotangent(row, c.tokens);
     Taps taps = prepare_taps(c, c.conv_key, this->head(row), s.d, this->stats(row), block.taps);
     Weights<Op> w = this->weights(slow, this->head(row)), cot = this->weights(step, row);
     float rate = c.rate[this->head(row)];
@@ -130,6 +147,10 @@ struct Backward : Site<IO, Op> {
     this->for_blocks(keys, chunk, [&](int64_t from, int64_t count, int64_t padded) {
       this->load_keys(key, taps, from, count, padded, block.x);
       copy_block(value, from, count, padded, block.e);
+      prefetch(key, from + BLOCK + reach(taps), c.tokens);
+      prefetch(value, from + BLOCK, c.tokens);
+      prefetch<true>(value_out, from, c.tokens);
+      if (!undo_key) prefetch<true>(key_out, from, c.tokens);
       product += block.backward(padded, w, cot, c.mse, Sums(slow_sum(row, chunk), s));
       store_block(block.de, value_out, from, count, rate);
       if (undo_key) {
@@ -205,10 +226,11 @@ struct Backward : Site<IO, Op> {
 
   void undo_queries(int64_t row, int64_t chunk) {
     auto block = this->template scratch<Scratch<Op>>();
-    Tokens<float> in = cotangent(query_cotangent, row, c.queries);
+    Tokens<float> in = cotangent(row, c.queries);
     Tokens<IO> out = this->view(c.query_grad, row, s.d);
     Taps taps = prepare_taps(c, c.conv_query, this->head(row), s.d, nullptr, block.taps, true);
     this->for_blocks(queries, chunk, [&](int64_t from, int64_t count, int64_t padded) {
+      prefetch<true>(out, from, c.queries);
       load_block(in, taps, from, count, block.x);
       clear_rows(block.x, s.dp, this->keep_query(row), from, count, padded);
       store_block(block.x, out, from, count);
@@ -218,7 +240,7 @@ struct Backward : Site<IO, Op> {
   // dk = (dkn - mean(dkn) - kn mean(dkn kn)) / deviation
   void undo_keys(int64_t row, int64_t chunk) {
     auto block = this->template scratch<Scratch<Op>>();
-    Tokens<float> in = cotangent(key_cotangent, row, c.tokens);
+    Tokens<float> in = cotangent(row, c.tokens);
     Tokens<IO> key = this->key(row), out = this->view(c.key_grad, row, s.d);
     Taps taps = prepare_taps(c, c.conv_key, this->head(row), s.d, nullptr, block.taps, true);
     float *mean = block.row, *scale = block.row + s.dp;
@@ -228,6 +250,8 @@ struct Backward : Site<IO, Op> {
       std::copy_n(Base::stats(row) + s.d, s.d, scale);
     }
     this->for_blocks(keys, chunk, [&](int64_t from, int64_t count, int64_t padded) {
+      prefetch<true>(out, from, c.tokens);
+      prefetch(key, from, c.tokens);
       load_block(in, taps, from, count, block.x);
       if (c.normed) {
         for (int64_t i = 0; i < s.d; i += LANES) {

@@ -31,7 +31,7 @@ struct Convolution {
 };
 
 struct Call {
-  int64_t dtype, gated, mse, normed, mask_query;
+  int64_t dtype, gated, mse, normed, mask_query, threads;
   int64_t batch, heads, queries, tokens, head_dim, value_dim, hidden;
   int64_t prefix, grid[MAX_AXES];
   double eps;

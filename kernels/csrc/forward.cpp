@@ -77,6 +77,8 @@ struct Forward : Site<IO, Op> {
     this->for_blocks(keys, chunk, [&](int64_t from, int64_t count, int64_t padded) {
       this->load_keys(key, taps, from, count, padded, block.x);
       copy_block(value, from, count, padded, block.e);
+      prefetch(key, from + BLOCK + reach(taps), c.tokens);
+      prefetch(value, from + BLOCK, c.tokens);
       block.step(padded, w, c.mse, Sums(sums_of(row, chunk), s));
     });
   }
@@ -100,6 +102,8 @@ struct Forward : Site<IO, Op> {
     Weights<Op> w = this->weights(fast, row);
     this->for_blocks(queries, chunk, [&](int64_t from, int64_t count, int64_t padded) {
       this->load_queries(query, taps, from, count, padded, block.x);
+      prefetch(query, from + BLOCK + reach(taps), c.queries);
+      prefetch<true>(output, from, c.queries);
       block.apply(padded, w);
       store_block(block.y, output, from, count);
     });

@@ -78,6 +78,23 @@ inline Taps prepare_taps(const Call& c, const Convolution& conv, int64_t head, i
   return t;
 }
 
+// How far after its own token a convolution's output reaches.
+inline int64_t reach(const Taps& t) {
+  if (!t.taps) return 0;
+  return (t.side[0] / 2 * t.grid[1] + t.side[1] / 2) * t.grid[2] + t.side[2] / 2;
+}
+
+// Asks for tokens [from, from + BLOCK) ahead of their use: in a packed projection a head's rows lie kilobytes apart,
+// which no hardware prefetcher follows. With `Write`, for storing. (Inlined by force: GCC takes a function that only
+// prefetches for one without an effect, and drops its calls.)
+template <bool Write = false, class IO>
+[[gnu::always_inline]] inline void prefetch(const Tokens<IO>& in, int64_t from, int64_t end) {
+  for (int64_t n = from, to = std::min(end, from + BLOCK); n < to; ++n) {
+    const char* row = reinterpret_cast<const char*>(in.data + n * in.stride);
+    for (int64_t at = 0; at < in.channels * int64_t(sizeof(IO)); at += 64) __builtin_prefetch(row + at, Write, 2);
+  }
+}
+
 // Calls f(token, count, coordinates of the first) for each stretch of [from, to) that lies in one row of the grid.
 template <class F>
 void for_stretches(const Taps& t, int64_t from, int64_t to, const F& f) {

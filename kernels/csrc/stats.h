@@ -38,6 +38,7 @@ void chunk_moments(const Tokens<IO>& in, int64_t begin, int64_t end, Moments all
   for (int64_t from = begin; from < end; from += BLOCK) {
     int64_t to = std::min(end, from + BLOCK), count = kept_tokens(in.keep, from, to);
     if (count == 0) continue;
+    prefetch(in, to, end);
     for (int64_t c = 0; c < in.padded; c += LANES) {
       Mask m = lanes(in.channels, c);
       Vec sum = zero(), off = zero(), squares = zero(), share = splat(1.0f / float(count));
