@@ -13,7 +13,6 @@ head size 64 for sm_90 and gfx942. Exit status 1 if a kernel fails.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -182,12 +181,11 @@ def write_markdown(path: Path, results: list[Result], targets: list[str]) -> Non
     }
     text = path.read_text()
     for name, body in parts.items():
-        pieces = re.split(rf"(?<=<!-- {name} -->\n).*?(?=<!-- end -->)", text, flags=re.S)
-        if len(pieces) != 2:
-            raise SystemExit(
-                f"{path} needs one pair of marks <!-- {name} --> and <!-- end -->, it has {len(pieces) - 1}"
-            )
-        text = f"\n{body}\n\n".join(pieces)
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not (mark and end):
+            raise SystemExit(f"{path} has no place for a table: it needs <!-- {name} --> and then <!-- end -->")
+        text = f"{before}{mark}\n{body}\n\n{end}{after}"
     path.write_text(text)
 
 
