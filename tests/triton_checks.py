@@ -303,8 +303,8 @@ def _apart(x: torch.Tensor, expected: torch.Tensor, size: float) -> float:
 
 def limits(case: Case) -> dict[str, float]:
     """What errors must stay below: :data:`LIMITS`. On a handful of tokens rounding does not average out, and the
-    operators themselves, in the same dtype, can be further off than that. They keep float32 between the GEMMs of a step,
-    the kernels round operands to the inputs' dtype as tensor cores take them: then three times their error."""
+    operators themselves, in the same dtype, can be further off than that. They keep float32 between the GEMMs of a
+    step, the kernels round operands to the inputs' dtype as tensor cores take them: then three times their error."""
     limit = LIMITS[DTYPES[case.dtype]]
     _, tensors, grad = make(case, "cpu")
     expected, sizes = reference(case, tensors, grad)
