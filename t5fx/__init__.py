@@ -7,7 +7,7 @@ model = torch.compile(model, backend="t5")
 from . import ops, passes
 from .api import code, inspect, linearize, report, revert
 from .calibrate import Calibration, calibrate
-from .config import DIT5_TTT, T5, TTTConfig
+from .config import CALIBRATED, DIT5_TTT, T5, TTTConfig
 from .distill import distill_loss
 from .errors import (
     CaptureError,
@@ -47,6 +47,7 @@ from .train import param_groups
 __version__ = "0.1.0"
 
 __all__ = [
+    "CALIBRATED",
     "DIT5_TTT",
     "T5",
     "Calibration",

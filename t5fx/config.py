@@ -158,3 +158,6 @@ T5 = TTTConfig()
 
 #: The TTT half of DiT5: a SiLU MLP trained on the squared error.
 DIT5_TTT = TTTConfig(inner="mlp", loss="mse")
+
+#: For conversion by :func:`t5fx.calibrate`: what reproduces softmax attention best after few steps.
+CALIBRATED = TTTConfig(inner="mlp", loss="mse", inner_lr=4.0, learn_inner_lr=True, key_norm_eps=1e-5)
