@@ -7,6 +7,7 @@ of what it reaches.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import platform
@@ -57,8 +58,9 @@ def matmul(dtype: torch.dtype, side: int = 2048) -> tuple[Callable[[], object], 
 
 
 def peak_above(run: Callable[[], object]) -> int:
-    """Bytes by which the resident memory rises above its level before ``run``, at most (Linux)."""
+    """Bytes by which the resident memory rises above its level before ``run``, at most (Linux, glibc)."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free but still resident would be used again without a rise
     Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
     before = _status("VmRSS")
     run()
