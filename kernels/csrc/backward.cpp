@@ -60,6 +60,10 @@ struct Backward : Site<IO, Op> {
   }
 
   void run() {
+    use_huge_pages(c.query_grad.data, rows * c.queries * s.d * sizeof(IO));
+    use_huge_pages(c.key_grad.data, rows * c.tokens * s.d * sizeof(IO));
+    use_huge_pages(c.value_grad.data, rows * c.tokens * s.v * sizeof(IO));
+    use_huge_pages(c.workspace, workspace);
     for_items(c.heads, PAIRED<Op>, [&](int64_t head) { this->pack(c.weights, head, slow); });
     this->for_rows([&](int64_t row) { this->pack(c.fast, row, fast); });
     for (int64_t first = 0; first < rows; first += group) {

@@ -35,6 +35,8 @@ struct Forward : Site<IO, Op> {
   }
 
   void run() {
+    use_huge_pages(c.output.data, rows * c.queries * s.v * sizeof(IO));
+    use_huge_pages(c.workspace, workspace);
     if (c.normed) {
       this->for_chunks(keys, [&](int64_t row, int64_t chunk) { measure(row, chunk); });
       this->for_rows([&](int64_t row) { join(row); });
