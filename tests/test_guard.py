@@ -102,3 +102,25 @@ def test_a_model_that_is_not_linearized():
     with pytest.raises(T5fxError, match="not linearized"):
         t5fx.TrainingGuard(model)
     assert_same_state(before, state(model))
+
+
+def test_two_hundred_steps_in_float16_with_a_gradient_scaler():
+    torch.manual_seed(0)
+    model = converted().float().train()
+    optimizer = torch.optim.AdamW(t5fx.param_groups(model, 1e-3, new_lr_scale=2))
+    scaler = torch.amp.GradScaler("cpu")
+    labels, losses = torch.arange(8) % 5, []
+    x = images(batch=8).float()
+    with t5fx.TrainingGuard(model) as guard:
+        for _ in range(200):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = torch.nn.functional.cross_entropy(model(x).float(), labels)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            guard.check(loss)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.detach()))
+    assert guard.steps == 200
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
