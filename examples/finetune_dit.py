@@ -39,7 +39,6 @@ ROWS = {
     "calibrated": "calibrated",
     "finetuned": "calibrated, fine-tuned",
 }
-CONFIG = t5fx.T5.replace(inner="mlp", loss="mse", inner_lr=4.0, learn_inner_lr=True, key_norm_eps=1e-5)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -166,7 +165,7 @@ class Run:
         model = self.load("softmax")
         torch.manual_seed(self.args.seed)
         select = getattr(t5fx, self.args.select, None) or t5fx.names(self.args.select)
-        t5fx.linearize(model, select, config=CONFIG)
+        t5fx.linearize(model, select, config=t5fx.CALIBRATED)
         print(t5fx.report(model))
         t5fx.save(model, self.out / "converted")
 
@@ -258,7 +257,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=96, help="a multiple of 32")
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--epochs", type=float, default=1.5, help="of softmax training")
-    parser.add_argument("--classifier-epochs", type=float, default=2)
+    parser.add_argument("--classifier-epochs", type=float, default=1)
     parser.add_argument("--finetune", type=float, default=0.1, help="share of the epochs, also for the control")
     parser.add_argument("--finetune-lr", type=float, default=5e-4)
     parser.add_argument("--new-lr-scale", type=float, default=2.0, help="the new weights learn so much faster")
@@ -266,7 +265,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--calibrate-steps", type=int, default=100)
     parser.add_argument("--calibrate-lr", type=float, default=1e-2)
     parser.add_argument("--samples", type=int, default=1000, help="pictures a model, for the distance")
-    parser.add_argument("--sample-steps", type=int, default=25, help="Euler steps a picture")
+    parser.add_argument("--sample-steps", type=int, default=20, help="Euler steps a picture")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.01)

@@ -7,10 +7,11 @@
 
 ``--checkpoint`` is a local folder as StableDiffusion3Pipeline.save_pretrained or a download makes it; ``--data`` is a
 folder of images with a .txt file each, or of webdataset shards.  The recipe is that of T5 (ICML 2026) for SD3.5: every
-other block, 3,000 steps, new weights 20 times as fast; ``--calibrate-steps`` teaches the new weights first.  The loss
-is rectified flow's (Esser et al., 2024): x = (1 - s) image + s noise, velocity noise - image, and logit-normal times s
-(section 3.1), shifted for the resolution as the checkpoint's scheduler says (section 5.3.2).  In ``--out`` are the
-converted transformer (for t5fx.load), log.csv, curves.png and pictures of ``--prompts`` before and after.
+other block, 3,000 steps, new weights 20 times as fast; ``--calibrate-steps`` teaches the new weights first, in the
+form t5fx.CALIBRATED.  The loss is rectified flow's (Esser et al., 2024): x = (1 - s) image + s noise, velocity noise -
+image, and logit-normal times s (section 3.1), shifted for the resolution as the checkpoint's scheduler says (section
+5.3.2).  In ``--out`` are the converted transformer (for t5fx.load), log.csv, curves.png and pictures of ``--prompts``
+before and after.
 """
 
 from __future__ import annotations
@@ -239,7 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
     draw(pipeline, args, accelerator, "softmax")
     transformer = pipeline.transformer
     torch.manual_seed(args.seed)
-    t5fx.linearize(transformer, getattr(t5fx, args.select, None) or t5fx.names(args.select))
+    select = getattr(t5fx, args.select, None) or t5fx.names(args.select)
+    t5fx.linearize(transformer, select, config=t5fx.CALIBRATED if args.calibrate_steps else t5fx.T5)
     accelerator.print(t5fx.report(transformer))
     draw(pipeline, args, accelerator, "converted")
     if not args.no_checkpointing:

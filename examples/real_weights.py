@@ -38,8 +38,6 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 STAGES = {"original": "original", "convert": "converted", "calibrate": "calibrated", "distill": "distilled"}
 FIELDS = ("stage", "step", "loss", "seconds", "cpu_seconds")
 TABLE = ("model", "accuracy", "cosine", "error", "seconds", "cpu_seconds")
-#: What calibration reaches the lowest errors with, on these weights.
-CONFIG = t5fx.T5.replace(inner="mlp", loss="mse", inner_lr=4.0, learn_inner_lr=True, key_norm_eps=1e-5)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -152,7 +150,7 @@ class Run:
 
     def convert(self) -> None:
         torch.manual_seed(self.args.seed)
-        model = t5fx.linearize(self.model(), selector(self.args.select), config=CONFIG)
+        model = t5fx.linearize(self.model(), selector(self.args.select), config=t5fx.CALIBRATED)
         print(t5fx.report(model))
         self.probe(model, "converted")
         t5fx.save(model, self.out / "converted")
