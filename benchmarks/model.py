@@ -65,13 +65,14 @@ def build() -> torch.nn.Module:
     return model.to(torch.bfloat16).eval()
 
 
-def inputs(side: int) -> dict[str, torch.Tensor]:
-    return {
+def inputs(side: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    call = {
         "hidden_states": torch.randn(1, 16, side, side, dtype=torch.bfloat16),
         "encoder_hidden_states": torch.randn(1, 333, 4096, dtype=torch.bfloat16),
         "pooled_projections": torch.randn(1, 2048, dtype=torch.bfloat16),
         "timestep": torch.tensor([500.0]),
     }
+    return {name: x.to(device) for name, x in call.items()}
 
 
 def without_attention(graph: fx.GraphModule, example_inputs: Any) -> Any:
@@ -104,10 +105,11 @@ def _raw(node: fx.Node) -> fx.Node:
     return node
 
 
-def _measure(size: str, repeats: int) -> dict[str, Any]:
-    softmax = build()
+def measure_ways(size: str, repeats: int, device: str = "cpu") -> dict[str, float]:
+    """Median seconds of one step: softmax, half and all converted, and the bound of each."""
+    softmax = build().to(device)
     half, everything = copy.deepcopy(softmax), copy.deepcopy(softmax)
-    example = ((), inputs(LATENTS["1K"]))
+    example = ((), inputs(LATENTS["1K"], device))
     t5fx.linearize(half, t5fx.every_other, example_inputs=example)
     t5fx.linearize(everything, t5fx.everything, example_inputs=example)
     ways = {
@@ -117,15 +119,20 @@ def _measure(size: str, repeats: int) -> dict[str, Any]:
         "all": (everything, "t5"),
         "all bound": (copy.deepcopy(everything), without_attention),
     }
-    call = inputs(LATENTS[size])
+    call = inputs(LATENTS[size], device)
     runs: dict[str, Callable[[], object]] = {}
     for name, (model, backend) in ways.items():
         compiled = torch.compile(model, backend=backend, dynamic=False, fullgraph=True)
 
-        def step(compiled: Any = compiled) -> object:
+        def step(compiled: Any = compiled) -> None:
             with torch.no_grad():
-                return compiled(**call, return_dict=False)
+                compiled(**call, return_dict=False)
+            if device == "cuda":
+                torch.cuda.synchronize()
 
         runs[name] = step
-    seconds = measure.alternate(runs, repeats=repeats)
-    return {"size": size, "seconds": seconds, "machine": measure.machine()}
+    return measure.alternate(runs, repeats=repeats)
+
+
+def _measure(size: str, repeats: int) -> dict[str, Any]:
+    return {"size": size, "seconds": measure_ways(size, repeats), "machine": measure.machine()}

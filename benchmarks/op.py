@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> None:
 class Attention(torch.nn.Module):
     """TTT attention with parameters of its own on views of a projection's output."""
 
-    def __init__(self, heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, dim: int, dtype: torch.dtype, device: str = "cpu") -> None:
         super().__init__()
         # Large enough that fast and initial weights differ, as after training.
         self.params: dict[str, Tensor] = resolve("swiglu").init(heads, dim, dim, dim, std=0.2)
         for name in "qk":
             conv = torch.nn.Conv2d(heads * dim, heads * dim, 3, groups=heads * dim)
             self.params |= {f"dwc_{name}.weight": conv.weight, f"dwc_{name}.bias": conv.bias}
-        self.params = {k: p.detach().to(dtype).requires_grad_() for k, p in self.params.items()}
+        self.params = {k: p.detach().to(device, dtype).requires_grad_() for k, p in self.params.items()}
 
     def forward(self, qkv: Tensor, grid: tuple[int, int]) -> Tensor:
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -125,7 +125,7 @@ def _measure(args: argparse.Namespace, dtype_name: str, tokens: int, *, backward
 
     calls = {"matmul": gemm, **{name: call(run) for name, run in runs.items()}}
     seconds = measure.alternate(calls, repeats=args.repeats, seconds=0.1)
-    flops = _inner_flops(args.heads, args.head_dim, tokens)
+    flops = inner_flops(args.heads, args.head_dim, tokens)
     # Memory that malloc keeps does not rise again: only the default setting shows what a call needs.
     shows = not backward and measure.malloc_setting() == "default"
     memory = {name: measure.peak_above(calls[name]) for name in PEERS} if shows else {}
@@ -137,7 +137,7 @@ def _measure(args: argparse.Namespace, dtype_name: str, tokens: int, *, backward
     }  # fmt: skip
 
 
-def _inner_flops(heads: int, dim: int, tokens: int) -> float:
+def inner_flops(heads: int, dim: int, tokens: int) -> float:
     """Forward, without norm and convolutions."""
     sizes = {"batch": 1, "heads": heads, "queries": tokens, "keys": tokens, "head_dim": dim, "value_dim": dim,
              "hidden": dim}  # fmt: skip

@@ -72,3 +72,27 @@ def test_op_prints_tables(backward):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| fp32 | default | 16 |" in done.stdout
     assert ("Forward and backward" in done.stdout) == bool(backward)
+
+
+def test_the_gpu_script_runs_where_there_is_none():
+    sizes = [
+        "--tokens",
+        "16",
+        "64",
+        "--heads",
+        "2",
+        "--head-dim",
+        "16",
+        "--repeats",
+        "1",
+        "--dtypes",
+        "fp32",
+        "--sizes",
+    ]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--device", "cpu", "--dtypes", "fp32", *sizes]
+    env = {**os.environ, "T5FX_KERNEL": "reference"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "TFLOP/s, of a matmul" in done.stdout
+    refused = subprocess.run([*command[:4], "--sizes"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert torch.cuda.is_available() or "needs a GPU" in refused.stderr
