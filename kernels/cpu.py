@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from .cpu_build import BuildError, has_bfloat16, library
-from .pages import prefer_huge
 from .problem import Convolution, Gradients, Problem, Saved
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -178,7 +177,7 @@ class CpuKernel:
     ) -> tuple[Tensor, Saved]:
         """The output, in query's dtype, and what backward needs."""
         batch, heads, queries, dim = query.shape
-        output = prefer_huge(query.new_empty(batch, queries, heads, value.shape[3])).transpose(1, 2)
+        output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
         stats = query.new_empty((batch, heads, 2, dim) if problem.eps is not None else (0,), dtype=torch.float32)
         fast = [query.new_empty((batch, *weight.shape), dtype=torch.float32) for weight in weights]
         packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
@@ -237,7 +236,7 @@ class CpuKernel:
 def _heads_last(like: Tensor) -> Tensor:
     """An empty [B, H, N, D] over memory [B, N, H, D]: the layout that a projection's gradient is computed in."""
     batch, heads, tokens, dim = like.shape
-    return prefer_huge(like.new_empty(batch, tokens, heads, dim)).transpose(1, 2)
+    return like.new_empty(batch, tokens, heads, dim).transpose(1, 2)
 
 
 def _empty_floats(like: Tensor) -> Tensor:
