@@ -17,7 +17,8 @@ import frechet
 import loop
 
 SMALL = ["--images", "64", "--batch", "16", "--width", "32", "--depth", "2", "--epochs", "2", "--finetune", "0.5",
-         "--calibrate-steps", "3", "--samples", "20", "--sample-steps", "2", "--lr", "1e-3"]  # fmt: skip
+         "--calibrate-steps", "3", "--samples", "20", "--sample-steps", "2", "--lr", "1e-3",
+         "--classifier-epochs", "2"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
