@@ -1,13 +1,14 @@
-"""python -m benchmarks op | model | compile | linearize | gpu"""
+"""python -m benchmarks op | growth | model | compile | linearize | gpu"""
 
 from __future__ import annotations
 
 import argparse
 
-from . import compile_time, gpu, linearize, model, op
+from . import compile_time, gpu, growth, linearize, model, op
 
 COMMANDS = {
     "op": (op, "one attention call: softmax, TTT operators, fused kernel"),
+    "growth": (growth, "how the fused kernel's time grows with the tokens"),
     "model": (model, "an SD3.5-shaped transformer at 1K and 2K: softmax, half and all converted, and their bounds"),
     "compile": (compile_time, "how long backend t5 compiles, beside Inductor on the unconverted model"),
     "gpu": (gpu, "all of it on a GPU, with correctness and rates beside a copy and a matmul"),

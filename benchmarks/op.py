@@ -167,13 +167,6 @@ def _tables(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     backward = [row for row in rows if row["backward"]]
     if backward:
         text += ["", "Forward and backward:", "", results.table(head, [cells(r) for r in backward])]
-    growth = []
-    for key in sorted({(r["dtype"], r["malloc"]) for r in forward}):
-        times = {r["tokens"]: r["seconds"]["t5"] for r in forward if (r["dtype"], r["malloc"]) == key}
-        if 4096 in times and 16384 in times:
-            growth.append(f"{key[0]}, {key[1]}: {times[16384] / times[4096]:.2f}")
-    if growth:
-        text += ["", f"Four times the tokens (4,096 to 16,384) take so many times longer: {'; '.join(growth)}."]
     return "\n".join(text)
 
 
