@@ -194,7 +194,7 @@ def _plot(rows: list[dict[str, Any]], file: Path) -> None:
             if all(r["memory"] for r in some):
                 grid[1][column].plot(tokens, [r["memory"][peer] / 2**20 for r in some], "o-", label=label)
         grid[0][column].set(title=f"{dtype}, forward", ylabel="milliseconds", xscale="log", yscale="log")
-        grid[1][column].set(xlabel="tokens", ylabel="peak memory above inputs, MiB", yscale="symlog")
+        grid[1][column].set(xlabel="tokens", ylabel="peak memory above inputs, MiB", yscale="log")
         for axes in (grid[0][column], grid[1][column]):
             axes.grid(alpha=0.3)
             axes.set_xticks(tokens, [f"{t:,}" for t in tokens])
