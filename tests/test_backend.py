@@ -78,6 +78,7 @@ print("hits", counters["aot_autograd"]["autograd_cache_hit"] + counters["inducto
 """
 
 
+@pytest.mark.slow
 def test_caches_warm_cold_and_when_files_change(tmp_path):
     def run(how, **env):
         result = subprocess.run(
