@@ -46,14 +46,14 @@ def test_two_processes_do_what_one_does(how, alone, tmp_path):
     for mine in found:
         assert mine["untouched"]
         assert mine["unused"] == []
+        assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-4)
         # Each process measures its half against the variance of that half: calibration is close, not equal.
-        assert mine["losses"] == pytest.approx(alone["losses"], rel=2e-3)
         for row, other in zip(mine["errors"], alone["errors"], strict=True):
             assert row == pytest.approx(other, rel=0.2)
     one, two = found
     assert one["errors"] == two["errors"]
-    for key in ("calibrated", "tuned"):
+    for key, most in (("calibrated", 0.05), ("tuned", 1e-5)):
         assert one[key].keys() == two[key].keys() == alone[key].keys()
         assert all(torch.equal(one[key][n], two[key][n]) for n in one[key])
         moved = max((one[key][n] - alone[key][n]).abs().max() for n in one[key])
-        assert moved < 0.05, (key, moved)
+        assert moved < most, (key, moved)
