@@ -193,6 +193,7 @@ class Run:
             return nn.parallel.DistributedDataParallel(model)
         from torch.distributed.fsdp import fully_shard
 
+        model.to(memory_format=torch.contiguous_format)  # it shards no others
         for block in getattr(model, "blocks", ()):
             fully_shard(block)
         return fully_shard(model)

@@ -266,7 +266,7 @@ def accuracy(model: nn.Module, images: Images, device: torch.device, batch: int 
     # As many batches in every process: a sharded model gathers its weights in each of its calls.
     rounds = math.ceil(len(images) / (batch * processes))
     for turn in range(rounds):
-        start = (turn * processes + rank) * batch
+        start = min((turn * processes + rank) * batch, len(images))
         chosen = torch.arange(start, min(start + batch, len(images)))
         some = chosen if len(chosen) else torch.tensor([0])
         pixels = normalise(images.batch(some)).to(device, memory_format=torch.channels_last)
