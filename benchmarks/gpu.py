@@ -23,7 +23,7 @@ from t5fx import T5
 from t5fx.cost import ttt_bytes
 
 from . import measure, model, results
-from .op import DTYPES, Attention, inner_flops, softmax
+from .op import DTYPES, Attention, competitors, inner_flops
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,12 +102,7 @@ def _time(args: argparse.Namespace, dtype: torch.dtype, tokens: int, backward: b
     module = Attention(args.heads, args.head_dim, dtype, args.device)
     shape = (1, tokens, 3, args.heads, args.head_dim)
     qkv = torch.randn(*shape, device=args.device).to(dtype).requires_grad_(backward)
-    ways: dict[str, Callable[..., Tensor]] = {
-        "t5": torch.compile(module, backend="t5", fullgraph=True, dynamic=False),
-        "inductor": torch.compile(module, backend="inductor", fullgraph=True, dynamic=False),
-        "eager": module,
-        "softmax": softmax,
-    }
+    ways = competitors(module)
     if args.device == "cuda" and dtype != torch.float32:
         ways["flash"] = _flash
         if (linear := _fla()) is not None:

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for malloc in ("default", "kept"):
         command = ["growth", "--tokens", *map(str, args.tokens), "--repeats", str(args.repeats), "--child"]
-        for found in json.loads(measure.child(command, malloc).splitlines()[-1]):
+        for found in measure.child(command, malloc):
             short, long = found["seconds"]
             times = [f"{1e3 * short:.1f}", f"{1e3 * long:.1f}", f"{long / short:.2f}"]
             rows.append([found["dtype"], malloc, *times])

@@ -13,18 +13,12 @@ import torch
 import t5fx
 
 from . import measure, results
+from .model import sd35
 
 
 def sd35_medium() -> torch.nn.Module:
-    """The configuration of stable-diffusion-3.5-medium's transformer, random weights, bfloat16."""
-    from diffusers import SD3Transformer2DModel
-
-    model = SD3Transformer2DModel(
-        sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64, num_attention_heads=24,
-        joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, out_channels=16,
-        pos_embed_max_size=384, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm",
-    )  # fmt: skip
-    return model.to(torch.bfloat16)
+    """stable-diffusion-3.5-medium's transformer, random weights, bfloat16."""
+    return sd35(blocks=24, dual=13, pos_embed_max_size=384)
 
 
 def vit_large() -> torch.nn.Module:
@@ -49,8 +43,7 @@ def run(args: argparse.Namespace) -> None:
         return
     rows = []
     for name in args.models:  # each in a process of its own: the peak of one must not hide that of the next
-        out = measure.child(["linearize", "--models", name, "--child"], "default")
-        found = json.loads(out.splitlines()[-1])
+        found = measure.child(["linearize", "--models", name, "--child"], "default")
         rows.append([name, found["sites"], f"{found['size'] / 1e9:.2f}", f"{found['seconds']:.1f}",
                      f"{1 + found['above'] / found['size']:.3f}"])  # fmt: skip
     head = ["model", "sites", "model, GB", "seconds", "peak memory / model"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import platform
 import statistics
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -79,8 +81,8 @@ def malloc_setting() -> str:
     return "kept" if all(os.environ.get(k) == v for k, v in MALLOC.items()) else "default"
 
 
-def child(arguments: list[str], malloc: str) -> str:
-    """Run ``python -m benchmarks ARGUMENTS`` under a malloc setting ("kept" or "default"); return its standard output.
+def child(arguments: list[str], malloc: str) -> Any:
+    """Run ``python -m benchmarks ARGUMENTS`` under a malloc setting ("kept" or "default"); return the JSON it ends on.
 
     glibc reads the setting when a process starts, so a setting needs a process.
     """
@@ -88,7 +90,7 @@ def child(arguments: list[str], malloc: str) -> str:
     env |= MALLOC if malloc == "kept" else {}
     done = subprocess.run([sys.executable, "-m", "benchmarks", *arguments], env=env, stdout=subprocess.PIPE, text=True,
                           check=True)  # fmt: skip
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine() -> str:

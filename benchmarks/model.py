@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
     rows, machine = [], ""
     for malloc in args.malloc:
         for size in args.sizes:
-            out = measure.child(["model", "--sizes", size, "--repeats", str(args.repeats), "--child", malloc], malloc)
-            [found] = json.loads(out.splitlines()[-1])
+            command = ["model", "--sizes", size, "--repeats", str(args.repeats), "--child", malloc]
+            [found] = measure.child(command, malloc)
             machine = found["machine"]
             s = found["seconds"]
             for way in ("half", "all"):
@@ -53,16 +53,25 @@ def run(args: argparse.Namespace) -> None:
         results.put("model", text)
 
 
-def build() -> torch.nn.Module:
+def sd35(*, blocks: int, dual: int, pos_embed_max_size: int) -> torch.nn.Module:
+    """The configuration of stable-diffusion-3.5-medium's transformer, random weights, bfloat16.
+
+    The published one has 24 ``blocks``, the first 13 of them ``dual``, and a position table of 384 x 384.
+    """
     from diffusers import SD3Transformer2DModel
 
-    torch.manual_seed(0)
     model = SD3Transformer2DModel(
-        sample_size=128, patch_size=2, in_channels=16, num_layers=4, attention_head_dim=64, num_attention_heads=24,
-        joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048, out_channels=16,
-        pos_embed_max_size=192, dual_attention_layers=(0, 1), qk_norm="rms_norm",
+        sample_size=128, patch_size=2, in_channels=16, num_layers=blocks, attention_head_dim=64,
+        num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048,
+        out_channels=16, pos_embed_max_size=pos_embed_max_size, dual_attention_layers=tuple(range(dual)),
+        qk_norm="rms_norm",
     )  # fmt: skip
-    return model.to(torch.bfloat16).eval()
+    return model.to(torch.bfloat16)
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return sd35(blocks=4, dual=2, pos_embed_max_size=192).eval()
 
 
 def inputs(side: int, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> None:
               "--heads", str(args.heads), "--head-dim", str(args.head_dim), "--repeats", str(args.repeats)]  # fmt: skip
     rows = []
     for malloc in args.malloc:
-        out = measure.child(["op", *shared, "--child", malloc], malloc)
-        rows += [{**row, "malloc": malloc} for row in json.loads(out.splitlines()[-1])]
+        found = measure.child(["op", *shared, "--child", malloc], malloc)
+        rows += [{**row, "malloc": malloc} for row in found]
     text = _tables(rows, args)
     print(text)
     if args.write:
@@ -84,6 +84,16 @@ def softmax(qkv: Tensor, grid: tuple[int, int]) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value)
 
 
+def competitors(module: Attention) -> dict[str, Callable[..., Tensor]]:
+    """The :data:`PEERS`, each called with (qkv, grid)."""
+    return {
+        "softmax": softmax,
+        "eager": module,
+        "inductor": torch.compile(module, backend="inductor", fullgraph=True, dynamic=False),
+        "t5": torch.compile(module, backend="t5", fullgraph=True, dynamic=False),
+    }
+
+
 def _measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in args.dtypes:
@@ -102,12 +112,7 @@ def _measure(args: argparse.Namespace, dtype_name: str, tokens: int, *, backward
         raise SystemExit(f"--tokens must be square numbers, not {tokens}")
     module = Attention(args.heads, args.head_dim, dtype)
     qkv = torch.randn(1, tokens, 3, args.heads, args.head_dim, dtype=dtype, requires_grad=backward)
-    runs: dict[str, Callable[..., Tensor]] = {
-        "softmax": softmax,
-        "eager": module,
-        "inductor": torch.compile(module, backend="inductor", fullgraph=True, dynamic=False),
-        "t5": torch.compile(module, backend="t5", fullgraph=True, dynamic=False),
-    }
+    runs = competitors(module)
     grad = torch.randn(1, args.heads, tokens, args.head_dim, dtype=dtype)
     gemm, gemm_flops = measure.matmul(dtype)
 

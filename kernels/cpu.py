@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .cpu_build import BuildError, has_bfloat16, library
-from .problem import Convolution, Gradients, Problem, Saved
+from .problem import Convolution, Gradients, Problem, Saved, Tensors, empty_tokens
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LARGEST = 512  # of head_dim, value_dim and hidden: a block's activations should stay in cache
@@ -63,7 +63,8 @@ class _Call(ctypes.Structure):
 class _Packed:
     """A :class:`_Call` and the tensors that its pointers point into."""
 
-    def __init__(self, problem: Problem, query, key, value, weights, rate, conv_query, conv_key, mask):
+    def __init__(self, problem: Problem, tensors: Tensors, rate: Tensor) -> None:
+        query, key, value, weights, conv_query, conv_key, mask = tensors
         self.call = call = _Call()
         self.kept: list[Tensor] = []
         call.dtype = _DTYPES[query.dtype]
@@ -124,26 +125,16 @@ class CpuKernel:
 
     name = "cpu"
 
-    def refuse(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> str | None:
+    def refuse(self, problem: Problem, tensors: Tensors) -> str | None:
         """Why this kernel can't take such a call, or None. The first call that gets so far compiles the library."""
         if problem.inner not in ("swiglu", "mlp"):
             return f"the inner model {problem.inner} is not built in"
-        tensors = {"query": query, "key": key, "value": value}
-        for name, tensor in tensors.items():
+        query, key, value, weights, conv_query, conv_key, _ = tensors
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
             if tensor.device.type != "cpu":
                 return f"{name} is on {tensor.device}"
-        if len({tensor.dtype for tensor in tensors.values()}) > 1:
-            return "query, key and value differ in dtype: " + ", ".join(str(t.dtype) for t in tensors.values())
+        if not query.dtype == key.dtype == value.dtype:
+            return f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}"
         if query.dtype not in _DTYPES:
             return f"{query.dtype} is not one of float32, bfloat16, float16"
         for tensor in (*weights, *(t for conv in (conv_query, conv_key) if conv for t in conv if t is not None)):
@@ -163,51 +154,29 @@ class CpuKernel:
             return f"the C++ kernel could not be built: {error}"
         return None
 
-    def forward(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, problem: Problem, tensors: Tensors, rate: Tensor) -> tuple[Tensor, Saved]:
         """The output, in query's dtype, and what backward needs."""
-        batch, heads, queries, dim = query.shape
-        output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+        query, weights = tensors.query, tensors.weights
+        batch, heads, _, dim = query.shape
+        output = empty_tokens(query, channels=tensors.value.shape[3])
         stats = query.new_empty((batch, heads, 2, dim) if problem.eps is not None else (0,), dtype=torch.float32)
         fast = [query.new_empty((batch, *weight.shape), dtype=torch.float32) for weight in weights]
-        packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
+        packed = _Packed(problem, tensors, rate)
         packed.call.output = packed.view(output)
         packed.call.stats = packed.pointer(stats)
         packed.call.fast = (_pointer * 3)(*(packed.pointer(weight) for weight in fast))
         packed.run("t5fx_forward")
         return output, Saved(stats, fast)
 
-    def backward(
-        self,
-        problem: Problem,
-        grad: Tensor,
-        saved: Saved,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> Gradients:
+    def backward(self, problem: Problem, tensors: Tensors, rate: Tensor, saved: Saved, grad: Tensor) -> Gradients:
         """All gradients, from the output's ``grad`` [B, H, Nq, Dv], any strides."""
-        packed = _Packed(problem, query, key, value, weights, rate, conv_query, conv_key, mask)
+        packed = _Packed(problem, tensors, rate)
+        query, key, value, weights, conv_query, conv_key, _ = tensors
         call = packed.call
         call.output = packed.view(grad.to(query.dtype))
         call.stats = packed.floats(saved.stats)
         call.fast = (_pointer * 3)(*(packed.floats(weight) for weight in saved.fast))
-        query_grad, key_grad, value_grad = (_heads_last(tensor) for tensor in (query, key, value))
+        query_grad, key_grad, value_grad = map(empty_tokens, (query, key, value))
         call.query_grad, call.key_grad = packed.view(query_grad), packed.view(key_grad)
         call.value_grad = packed.view(value_grad)
         weights_grad = [_empty_floats(weight) for weight in weights]
@@ -231,12 +200,6 @@ class CpuKernel:
                 conv_grads[i] = Convolution(found.weight.to(conv.weight.dtype), bias)
         weights_grad = [found.to(weight.dtype) for found, weight in zip(weights_grad, weights, strict=True)]
         return Gradients(query_grad, key_grad, value_grad, weights_grad, rate_grad, conv_grads[0], conv_grads[1])
-
-
-def _heads_last(like: Tensor) -> Tensor:
-    """An empty [B, H, N, D] over memory [B, N, H, D]: the layout that a projection's gradient is computed in."""
-    batch, heads, tokens, dim = like.shape
-    return like.new_empty(batch, tokens, heads, dim).transpose(1, 2)
 
 
 def _empty_floats(like: Tensor) -> Tensor:

@@ -8,15 +8,12 @@ artifact on disk and a run with another switch can't disagree. ``T5FX_KERNEL`` f
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from ..errors import ConfigError
-from .problem import Convolution, Kernel, Problem
+from .problem import Kernel, Problem, Tensors
 
 #: In the order in which they are asked. "reference" is never chosen unless it is forced.
 CANDIDATES = ("triton", "cpu")
@@ -52,18 +49,7 @@ def kernel(name: str) -> Kernel:
     return found()
 
 
-def choose(
-    problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Sequence[Tensor],
-    conv_query: Convolution | None,
-    conv_key: Convolution | None,
-    mask: Tensor | None,
-    *,
-    forced: str | None = None,
-) -> Choice:
+def choose(problem: Problem, tensors: Tensors, *, forced: str | None = None) -> Choice:
     """The first candidate that takes such a call; the tensors may be fake.
 
     forced: as T5FX_KERNEL, and before it. A forced kernel that refuses leaves the operators as they are, with its
@@ -79,7 +65,7 @@ def choose(
         except ImportError as error:  # triton does not come with every build of PyTorch
             reasons[name] = f"can't be imported ({error})"
             continue
-        reason = candidate.refuse(problem, query, key, value, weights, conv_query, conv_key, mask)
+        reason = candidate.refuse(problem, tensors)
         if reason is None:
             return Choice(name, reasons)
         reasons[name] = reason

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import compute_dtype
 from . import dispatch
-from .problem import Convolution, Problem, Saved
+from .problem import Convolution, Kernel, Problem, Saved, Tensors, empty_tokens
 
 _SITE = (
     "Tensor query, Tensor key, Tensor value, Tensor[] weights, Tensor? head_lr, Tensor? conv_q_weight, "
@@ -32,13 +33,12 @@ _SITE = (
 _TENSORS = 10  # so many of these arguments are tensors or lists of them
 
 
-def _split(site: Sequence[Any]) -> tuple[Problem, tuple[Any, ...], Any]:
-    """problem, the tensors as kernels take them without rate, and the kernel."""
+def _split(site: Sequence[Any]) -> tuple[Problem, Tensors, Kernel]:
     query, key, value, weights, _, qw, qb, kw, kb, mask, inner, loss, _, eps, prefix, grid, mask_query, name = site
     problem = Problem(inner, loss, eps, int(prefix), tuple(map(int, grid)), mask_query)
     conv_query = None if qw is None else Convolution(qw, qb)
     conv_key = None if kw is None else Convolution(kw, kb)
-    return problem, (query, key, value, weights, conv_query, conv_key, mask), dispatch.kernel(name)
+    return problem, Tensors(query, key, value, weights, conv_query, conv_key, mask), dispatch.kernel(name)
 
 
 def _rate(site: Sequence[Any]) -> Tensor:
@@ -50,14 +50,13 @@ def _rate(site: Sequence[Any]) -> Tensor:
 
 
 def _saved_dtype(site: Sequence[Any]) -> torch.dtype:
-    double = any(t.dtype == torch.float64 for t in (*site[:3], *site[3]))
-    return torch.float64 if double else torch.float32
+    return compute_dtype(*site[:3], *site[3])
 
 
 def _empty_like_saved(site: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, weights, eps = site[0], site[1], site[2], site[3], site[13]
-    batch, heads, queries, dim = query.shape
-    output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
+    batch, heads, _, dim = query.shape
+    output = empty_tokens(query, channels=value.shape[3])
     dtype = _saved_dtype(site)
     stats = key.new_empty(batch, heads, 2, dim if eps is not None else 0, dtype=dtype)
     fast = query.new_empty(batch, heads, sum(w.shape[1] * w.shape[2] for w in weights), dtype=dtype)
@@ -66,11 +65,11 @@ def _empty_like_saved(site: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("t5fx::ttt", mutates_args=(), schema=f"({_SITE}) -> (Tensor, Tensor, Tensor)")
 def ttt(*site: Any) -> tuple[Tensor, Tensor, Tensor]:
-    problem, (query, key, value, weights, *convs_and_mask), kernel = _split(site)
-    output, saved = kernel.forward(problem, query, key, value, weights, _rate(site), *convs_and_mask)
+    problem, tensors, kernel = _split(site)
+    output, saved = kernel.forward(problem, tensors, _rate(site))
     dtype = _saved_dtype(site)
     fast = torch.cat([f.reshape(*f.shape[:2], -1) for f in saved.fast], dim=-1).to(dtype)
-    return _tokens_outside(output.to(query.dtype)), saved.stats.to(dtype).contiguous(), fast
+    return _tokens_outside(output.to(tensors.query.dtype)), saved.stats.to(dtype).contiguous(), fast
 
 
 @ttt.register_fake
@@ -83,11 +82,10 @@ def _(*site: Any) -> tuple[Tensor, Tensor, Tensor]:
 )
 def ttt_backward(grad: Tensor, stats: Tensor, fast: Tensor, *site: Any) -> list[Tensor]:
     problem, tensors, kernel = _split(site)
-    query, key, value, weights, *convs_and_mask = tensors
-    shapes = [(*fast.shape[:2], *w.shape[1:]) for w in weights]
+    shapes = [(*fast.shape[:2], *w.shape[1:]) for w in tensors.weights]
     pieces = fast.split([s[2] * s[3] for s in shapes], dim=-1)
     saved = Saved(stats, [p.reshape(s) for p, s in zip(pieces, shapes, strict=True)])
-    found = kernel.backward(problem, grad, saved, query, key, value, weights, _rate(site), *convs_and_mask)
+    found = kernel.backward(problem, tensors, _rate(site), saved, grad)
     out = [found.query, found.key, found.value, *found.weights]
     if site[4] is not None:
         out.append(found.rate * site[12])
@@ -99,8 +97,8 @@ def ttt_backward(grad: Tensor, stats: Tensor, fast: Tensor, *site: Any) -> list[
 
 @ttt_backward.register_fake
 def _(grad: Tensor, stats: Tensor, fast: Tensor, *site: Any) -> list[Tensor]:
-    out = [x.new_empty(x.shape) for x in _differentiable(site)]
-    return [*map(_tokens_outside, out[:3]), *out[3:]]
+    query, key, value, *rest = _differentiable(site)
+    return [*map(empty_tokens, (query, key, value)), *(x.new_empty(x.shape) for x in rest)]
 
 
 def _tokens_outside(x: Tensor) -> Tensor:

@@ -45,6 +45,18 @@ class Convolution(NamedTuple):
     bias: Tensor | None
 
 
+class Tensors(NamedTuple):
+    """The tensors of a call, but for its rate: what a kernel is asked about, maybe fake, and later given."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Sequence[Tensor]
+    conv_query: Convolution | None
+    conv_key: Convolution | None
+    mask: Tensor | None
+
+
 class Saved(NamedTuple):
     """What forward leaves for backward, all float32: stats [B, H, 2, D] (mean, 1/sqrt(var + eps); empty without
     key norm) and the fast weights [B, H, ...]."""
@@ -70,48 +82,24 @@ class Kernel(Protocol):
 
     name: str
 
-    def refuse(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> str | None:
-        """Why this kernel can't take such a call (the tensors may be fake: shapes, dtypes, devices), or None."""
+    def refuse(self, problem: Problem, tensors: Tensors) -> str | None:
+        """Why this kernel can't take such a call (only shapes, strides, dtypes and devices are read), or None."""
         ...
 
-    def forward(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Saved]:
-        """The output, in query's dtype, and what backward needs."""
+    def forward(self, problem: Problem, tensors: Tensors, rate: Tensor) -> tuple[Tensor, Saved]:
+        """The output, in query's dtype, and what backward needs. rate [H]."""
         ...
 
-    def backward(
-        self,
-        problem: Problem,
-        grad: Tensor,
-        saved: Saved,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> Gradients:
+    def backward(self, problem: Problem, tensors: Tensors, rate: Tensor, saved: Saved, grad: Tensor) -> Gradients:
         """All gradients, from the output's ``grad`` [B, H, Nq, Dv], any strides."""
         ...
+
+
+def empty_tokens(like: Tensor, tokens: int | None = None, channels: int | None = None) -> Tensor:
+    """An empty [B, H, N, D] over memory [B, N, H, D], as heads are split from a projection.
+
+    Sizes, dtype and device are those of ``like`` [B, H, N, D], but for what is given.
+    """
+    batch, heads, n, d = like.shape
+    sizes = (batch, n if tokens is None else tokens, heads, d if channels is None else channels)
+    return like.new_empty(sizes).transpose(1, 2)

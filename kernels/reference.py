@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..inner import check_mask, resolve, token_count, zero_masked
-from ..ops import dwc
-from .problem import Convolution, Gradients, Problem, Saved
+from ..inner import check_mask, resolve, token_count, weight_names, zero_masked
+from ..ops import compute_dtype, dwc
+from .problem import Convolution, Gradients, Problem, Saved, Tensors
 
 
 class ReferenceKernel:
@@ -30,46 +30,24 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def refuse(self, problem: Problem, *call: object) -> str | None:
+    def refuse(self, problem: Problem, tensors: Tensors) -> str | None:
         return None
 
-    def forward(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Saved]:
-        dtype = _compute_dtype(query, key, value, *weights)
+    def forward(self, problem: Problem, tensors: Tensors, rate: Tensor) -> tuple[Tensor, Saved]:
+        query, key, value, weights, conv_query, conv_key, mask = tensors
+        dtype = compute_dtype(query, key, value, *weights)
         stats, key = _key_norm(problem, key.to(dtype), mask)
         query, key = _convolve(problem, query.to(dtype), key, conv_query, conv_key, mask)
         gradients = _step(problem, _Inner(problem, weights, key, value.to(dtype), mask))
         factor = _factor(rate.to(dtype), key, mask)
         fast = [w.to(dtype) - factor * g for w, g in zip(weights, gradients, strict=True)]
         model = resolve(problem.inner)
-        out = model.apply(dict(zip(_names(problem), fast, strict=True)), query)
+        out = model.apply(dict(zip(weight_names(problem.inner), fast, strict=True)), query)
         return out, Saved(stats, fast)
 
-    def backward(
-        self,
-        problem: Problem,
-        grad: Tensor,
-        saved: Saved,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> Gradients:
-        dtype = _compute_dtype(query, key, value, *weights)
+    def backward(self, problem: Problem, tensors: Tensors, rate: Tensor, saved: Saved, grad: Tensor) -> Gradients:
+        query, key, value, weights, conv_query, conv_key, mask = tensors
+        dtype = compute_dtype(query, key, value, *weights)
         grad, raw_query = grad.to(dtype), query.to(dtype)
         normed = _normed(key.to(dtype), saved.stats, mask)
         query, key = _convolve(problem, raw_query, normed, conv_query, conv_key, mask)
@@ -263,14 +241,3 @@ def _count(x: Tensor, mask: Tensor | None) -> int | Tensor:
 def _factor(rate: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """rate / n, [B or 1, H, 1, 1]."""
     return rate.view(1, -1, 1, 1) / _count(key, mask)
-
-
-def _names(problem: Problem) -> tuple[str, ...]:
-    return ("w1", "w2", "w3") if problem.inner == "swiglu" else ("w1", "w2")
-
-
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import triton_backward, triton_conv
 from .configs import backward_launches
-from .problem import Convolution, Gradients, Saved
+from .problem import Convolution, Gradients, Saved, Tensors, empty_tokens
 from .triton_phases import (
     configured,
     low_weights,
@@ -32,20 +32,10 @@ from .triton_phases import (
 from .triton_site import DTYPES, Site, padded, rows_of, strides, target_of
 
 
-def backward(
-    site: Site,
-    grad: Tensor,
-    saved: Saved,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weights: Sequence[Tensor],
-    rate: Tensor,
-    conv_query: Convolution | None,
-    conv_key: Convolution | None,
-) -> Gradients:
+def backward(site: Site, tensors: Tensors, rate: Tensor, saved: Saved, grad: Tensor) -> Gradients:
     """See :meth:`t5fx.kernels.problem.Kernel.backward`."""
-    query, key, value, grad = rows_of(query), rows_of(key), rows_of(value), rows_of(grad.to(site.dtype))
+    weights, conv_query, conv_key = tensors.weights, tensors.conv_query, tensors.conv_key
+    query, key, value, grad = map(rows_of, (*tensors[:3], grad.to(site.dtype)))
     fast = [weight.to(site.dtype) for weight in saved.fast]
     d_query, d_fast = _query_side(site, grad, query, fast, conv_query, saved.stats)
 
@@ -62,12 +52,6 @@ def backward(
     # W' = W - rate / n G, and <dW', G> = -(sum of de * e) in the scale of A: exact also where the rate is 0.
     d_rate = (met * peak / counts).sum(0)
     return Gradients(d_query, d_key, d_value, d_weights, d_rate, d_conv_query, d_conv_key)
-
-
-def _like(x: Tensor) -> Tensor:
-    """[B, H, N, D] over memory [B, N, H, D], as heads are split from a projection."""
-    batch, heads, tokens, dim = x.shape
-    return torch.empty(batch, tokens, heads, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 def _unpacked(site: Site, parts: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -98,7 +82,7 @@ def _query_side(
 ) -> tuple[Tensor, list[Tensor]]:
     """d query^ (d query where there is no convolution) in query's dtype, and dW' in float32."""
     x = query if convolution is None else prepare(site, query, convolution, stats, of_key=False)
-    d_x = _like(query) if convolution is None else torch.empty_like(query, memory_format=torch.contiguous_format)
+    d_x = empty_tokens(query) if convolution is None else torch.empty_like(query, memory_format=torch.contiguous_format)
     d_fast: list[Tensor] = []
     for makes in backward_launches(target_of(site.device), "query_pass", DTYPES[site.dtype], site.width):
         chosen = configured(site, f"query_pass {makes}")
@@ -135,8 +119,8 @@ def _key_side(
     arguments = plain(site, k, of_key=True)
     error = residual(site, k, arguments, value, low)
     mse, final = site.problem.loss == "mse", convolution is None and site.problem.eps is None
-    d_k = _like(key) if final else torch.empty(key.shape, dtype=key.dtype, device=key.device)
-    d_value = _like(value)
+    d_k = empty_tokens(key) if final else torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    d_value = empty_tokens(value)
     d_error = torch.empty(value.shape, dtype=value.dtype, device=value.device) if mse else value
     by_slope = {name.replace("W", "A"): slope for name, slope in matrices(site, slopes).items()}
     d_weights: list[Tensor] = []
@@ -178,7 +162,7 @@ def _tokens_back(
     chosen, tokens = configured(site, "convolve_back"), x.shape[2]
     chunk, splits = site.chunks(tokens)
     dims = {"D": site.head_dim, "DP": padded(site.head_dim)}
-    result = _like(x)
+    result = empty_tokens(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if norm else result
     count = arguments["KT"] * arguments["KH"] * arguments["KW"] + 1
     f32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}

@@ -8,14 +8,13 @@ before it (:mod:`.configs` says where).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from . import configs
-from .problem import Convolution, Gradients, Problem, Saved
+from .problem import Convolution, Gradients, Problem, Saved, Tensors, empty_tokens
 from .triton_site import DTYPES, NARROWEST, WIDEST, Site, interpreting, padded, shared_memory, target_of
 
 
@@ -24,83 +23,46 @@ class TritonKernel:
 
     name = "triton"
 
-    def refuse(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> str | None:
+    def refuse(self, problem: Problem, tensors: Tensors) -> str | None:
         """Why this kernel can't take such a call, or None. Reads shapes, strides, dtypes and devices only."""
         if find_spec("triton") is None:
             return "triton is not installed"
+        query, key, value, weights, conv_query, conv_key, _ = tensors
         if not query.dtype == key.dtype == value.dtype:
             return f"query, key and value have different dtypes: {query.dtype}, {key.dtype}, {value.dtype}"
         if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"Triton kernels take float16, bfloat16 and float32, not {query.dtype}"
         if problem.inner not in ("swiglu", "mlp") or problem.loss not in ("dot", "mse"):
             return f"there is no Triton kernel for the inner model {problem.inner} with the loss {problem.loss}"
-        reason = (
-            _refuse_device(query.device)
-            or _refuse_sizes(query, key, value, weights)
-            or _refuse_grid(problem, conv_query, conv_key)
-        )
+        reason = _refuse_device(query.device) or _refuse_sizes(tensors) or _refuse_grid(problem, conv_query, conv_key)
         if reason is not None:
             return reason
         width = max(padded(size) for size in (query.shape[-1], value.shape[-1], weights[0].shape[-1]))
         target = target_of(query.device)
         return configs.refuse(target, DTYPES[query.dtype], width, shared_memory(query.device))
 
-    def forward(
-        self,
-        problem: Problem,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Saved]:
+    def forward(self, problem: Problem, tensors: Tensors, rate: Tensor) -> tuple[Tensor, Saved]:
         """output [B, H, Nq, Dv] over memory [B, Nq, H, Dv], in query's dtype; what backward needs.
 
         query, key, value: any strides with channels next to each other (else one copy is made).
         """
         from . import triton_phases as phases
 
-        site = Site.of(problem, query, key, value, weights, mask)
-        output = query.new_empty(site.batch, site.queries, site.heads, site.value_dim).transpose(1, 2)
+        site = Site.of(problem, tensors)
+        output = empty_tokens(tensors.query, channels=site.value_dim)
         with site.on_device():
-            stats = phases.statistics(site, key)
-            fast, low = phases.step(site, key, value, weights, rate, stats, conv_key)
-            phases.apply(site, query, low, conv_query, output)
+            stats = phases.statistics(site, tensors.key)
+            fast, low = phases.step(site, tensors, rate, stats)
+            phases.apply(site, tensors.query, low, tensors.conv_query, output)
         return output, Saved(stats, fast)
 
-    def backward(
-        self,
-        problem: Problem,
-        grad: Tensor,
-        saved: Saved,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        weights: Sequence[Tensor],
-        rate: Tensor,
-        conv_query: Convolution | None,
-        conv_key: Convolution | None,
-        mask: Tensor | None,
-    ) -> Gradients:
+    def backward(self, problem: Problem, tensors: Tensors, rate: Tensor, saved: Saved, grad: Tensor) -> Gradients:
         """All gradients. Activations are made again from the inputs, ``saved.stats`` and ``saved.fast``."""
         from . import triton_gradient as gradient
 
-        site = Site.of(problem, query, key, value, weights, mask)
+        site = Site.of(problem, tensors)
         with site.on_device():
-            return gradient.backward(site, grad, saved, query, key, value, weights, rate, conv_query, conv_key)
+            return gradient.backward(site, tensors, rate, saved, grad)
 
 
 def _refuse_device(device: torch.device) -> str | None:
@@ -109,7 +71,8 @@ def _refuse_device(device: torch.device) -> str | None:
     return f"Triton kernels run on CUDA and HIP devices, the tensors are on {device.type}"
 
 
-def _refuse_sizes(query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor]) -> str | None:
+def _refuse_sizes(tensors: Tensors) -> str | None:
+    query, key, value, weights, *_ = tensors
     sizes = {
         "head_dim": query.shape[-1],
         "value_dim": value.shape[-1],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import triton_forward, triton_stats
 from .configs import Config, config
-from .problem import Convolution
+from .problem import Convolution, Tensors
 from .triton_site import DTYPES, Site, padded, rows_of, strides, taps, target_of
 
 
@@ -145,19 +145,12 @@ def residual(site: Site, key: Tensor, arguments: dict[str, Any], value: Tensor, 
     return out
 
 
-def step(
-    site: Site,
-    key: Tensor,
-    value: Tensor,
-    weights: Sequence[Tensor],
-    rate: Tensor,
-    stats: Tensor,
-    conv_key: Convolution | None,
-) -> tuple[list[Tensor], list[Tensor]]:
+def step(site: Site, tensors: Tensors, rate: Tensor, stats: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The fast weights [B, H, ...] in float32, and again in the dtype that GEMMs take."""
+    weights = tensors.weights
     chosen, low = configured(site, "inner_step"), low_weights(site, weights)
-    key, arguments = tokens_for(site, "inner_step", key, conv_key, stats, of_key=True)
-    error = residual(site, key, arguments, rows_of(value), low)
+    key, arguments = tokens_for(site, "inner_step", tensors.key, tensors.conv_key, stats, of_key=True)
+    error = residual(site, key, arguments, rows_of(tensors.value), low)
     slices = site.slices(chosen.hidden)
     chunk, splits = site.chunks(site.tokens)
     total = sum(weight[0].numel() for weight in weights)

@@ -17,7 +17,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from . import triton_gradient, triton_launch, triton_phases
-from .problem import Convolution, Problem
+from .problem import Convolution, Problem, Tensors
 from .triton_site import DTYPES
 
 _POINTERS = {
@@ -80,8 +80,9 @@ def _run(call: Call) -> None:
     problem = Problem(call.inner, call.loss, 1.0, 0, (side, side), call.mask)
     rate = torch.empty(call.heads, device="meta")
     kernel = triton_launch.TritonKernel()
-    _, saved = kernel.forward(problem, query, key, value, weights, rate, conv, conv, mask)
-    kernel.backward(problem, grad, saved, query, key, value, weights, rate, conv, conv, mask)
+    tensors = Tensors(query, key, value, weights, conv, conv, mask)
+    _, saved = kernel.forward(problem, tensors, rate)
+    kernel.backward(problem, tensors, rate, saved, grad)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .problem import Convolution, Problem
+from .problem import Convolution, Problem, Tensors
 
 NARROWEST, WIDEST = 16, 128  # tl.dot takes no less than 16; three float32 sums of more do not fit a chip's registers
 
@@ -71,9 +70,8 @@ class Site:
     mask: Tensor | None
 
     @staticmethod
-    def of(
-        problem: Problem, query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor], mask: Tensor | None
-    ) -> Site:
+    def of(problem: Problem, tensors: Tensors) -> Site:
+        query, key, value, weights, _, _, mask = tensors
         if mask is not None:
             mask = mask.contiguous().view(torch.int8)
         batch, heads, tokens, dim = key.shape

@@ -13,6 +13,7 @@ language: a site has one shape.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import fx
 
 from ..inner import INNER
 from ..kernels import dispatch, flops  # noqa: F401  (defines and counts torch.ops.t5fx.ttt)
-from ..kernels.problem import Convolution, Problem
+from ..kernels.problem import Convolution, Problem, Tensors
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ def fuse(module: fx.GraphModule, *, kernel: str | None = None, tag: str = "") ->
     """
     found = []
     for node in [n for n in module.graph.nodes if _is(n, torch.ops.t5fx.inner_apply.default)]:
-        site = _site(node)
-        choice = site if isinstance(site, dispatch.Choice) else _choose(site, kernel)
-        found.append(Fusion(_name(node), choice))
-        if choice.kernel is not None and not isinstance(site, dispatch.Choice):
+        site, name = _site(node), _name(node)
+        if isinstance(site, dispatch.Choice):
+            found.append(Fusion(name, site))
+            continue
+        choice = _choose(site, kernel)
+        found.append(Fusion(name, choice))
+        if choice.kernel is not None:
             _replace(node, site, f"{choice.kernel}@{tag}" if tag else choice.kernel)
     if found:
         module.graph.lint()
@@ -76,6 +80,12 @@ class _Site:
     prefix: Any
     grid: list[Any]
     mask_query: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest of query, key and value, in which the operators compute: a kernel wants one for all three."""
+        dtypes = [_example(x).dtype for x in (self.query, self.key, self.value)]
+        return functools.reduce(torch.promote_types, dtypes)
 
 
 def _site(apply: fx.Node) -> _Site | dispatch.Choice:
@@ -121,26 +131,24 @@ def _choose(site: _Site, kernel: str | None) -> dispatch.Choice:
     def example(x: Any) -> Any:
         return _example(x) if isinstance(x, fx.Node) else x
 
-    tensors = [example(x) for x in (site.query, site.key, site.value)]
-    dtype = _common_dtype(tensors)
-    query, key, value = (x.to(dtype) for x in tensors)
+    query, key, value = (example(x).to(site.dtype) for x in (site.query, site.key, site.value))
     conv_query, conv_key = (
         None if c is None else Convolution(*map(example, c)) for c in (site.conv_query, site.conv_key)
     )
     grid = tuple(example(g) for g in site.grid)
     problem = Problem(site.inner, site.loss, site.eps, example(site.prefix), grid, site.mask_query)
     weights = [example(w) for w in site.weights]
-    mask = example(site.mask)
-    return dispatch.choose(problem, query, key, value, weights, conv_query, conv_key, mask, forced=kernel)
+    tensors = Tensors(query, key, value, weights, conv_query, conv_key, example(site.mask))
+    return dispatch.choose(problem, tensors, forced=kernel)
 
 
 def _replace(apply: fx.Node, site: _Site, kernel: str) -> None:
     graph = apply.graph
     with graph.inserting_before(apply):
-        qkv: list[Any] = [site.query, site.key, site.value]
-        dtype = _common_dtype([_example(x) for x in qkv])
-        # Operators compute in the widest dtype; a kernel wants one. Mostly all three have it.
-        qkv = [x if _example(x).dtype == dtype else graph.call_method("to", (x, dtype)) for x in qkv]
+        qkv = [
+            x if _example(x).dtype == site.dtype else graph.call_method("to", (x, site.dtype))
+            for x in (site.query, site.key, site.value)
+        ]
         rate = _product(graph, site.scale, site.lr)
         convs = [*(site.conv_query or (None, None)), *(site.conv_key or (None, None))]
         numbers = (site.inner, site.loss, rate, site.eps, site.prefix, site.grid, site.mask_query, kernel)
@@ -149,7 +157,7 @@ def _replace(apply: fx.Node, site: _Site, kernel: str) -> None:
         )
         out = graph.call_function(operator.getitem, (fused, 0))
         wanted = _example(apply).dtype  # that of autocast, where it is on
-        if wanted != dtype:
+        if wanted != site.dtype:
             out = graph.call_method("to", (out, wanted))
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in apply.meta:
@@ -198,13 +206,6 @@ def _made_by_one_step(fast: Any) -> fx.Node | None:
 
 def _example(node: Any) -> Any:
     return node.meta["example_value"] if "example_value" in node.meta else node.meta["val"]
-
-
-def _common_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
 
 
 def _product(graph: fx.Graph, scale: Any, lr: float) -> Any:

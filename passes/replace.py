@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..capture.proxy import expect
-from .written import CASTS, PRODUCTS, VIEWS, Obstacle, Written, name_of
+from .written import CASTS, PRODUCTS, VIEWS, Obstacle, Written, name_of, without_factors
 
 # What changes where numbers are and not what they are: a factor may be taken out before as well as after.
 _MOVES = (
@@ -69,21 +69,12 @@ def _without_factor(node: Any, written: Written, emit: Callable[..., fx.Node], v
     while isinstance(at, fx.Node) and name_of(at) in _MOVES:
         moves.append(at)
         at = at.args[0]
-    scaled = at
-    while name_of(at) in ("mul", "div") and len(at.args) == 2:
-        first, second = at.args
-        number = values.get(second, second) if isinstance(second, fx.Node) else second
-        if not isinstance(number, (int, float)) or not isinstance(first, fx.Node):
-            break
-        if isinstance(second, fx.Node):
-            written.factors.append(second)
-        written.scale = written.scale / number if name_of(at) == "div" else written.scale * number
-        at = first
-    if at is scaled:
+    bare = without_factors(at, written, values)
+    if bare is at:
         return node
     for move in reversed(moves):
-        at = emit(move.target, (at, *move.args[1:]), dict(move.kwargs))
-    return at
+        bare = emit(move.target, (bare, *move.args[1:]), dict(move.kwargs))
+    return bare
 
 
 def _untransposed(node: Any, values: dict[fx.Node, Any]) -> fx.Node | None:

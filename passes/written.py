@@ -76,6 +76,20 @@ def name_of(node: fx.Node, modules: Callable[[str], nn.Module] | None = None) ->
     return {"truediv": "div", "true_divide": "div", "multiply": "mul", "divide": "div"}.get(name, name)
 
 
+def without_factors(node: Any, written: Written, values: dict[fx.Node, Any]) -> Any:
+    """The tensor that ``node`` is numbers times; these go to the scale of the scores."""
+    while name_of(node) in ("mul", "div") and len(node.args) == 2:
+        first, second = node.args
+        number = values.get(second, second) if isinstance(second, fx.Node) else second
+        if not isinstance(number, (int, float)) or not isinstance(first, fx.Node):
+            break
+        if isinstance(second, fx.Node):
+            written.factors.append(second)
+        written.scale = written.scale / number if name_of(node) == "div" else written.scale * number
+        node = first
+    return node
+
+
 class Recognizer:
     """Finds written-out attention in a graph whose nodes have example values."""
 
@@ -227,14 +241,7 @@ class Recognizer:
             written.scale = self._times(written, settings["alpha"], False)
         written.query, written.key = query, key
         for side in ("query", "key"):  # a factor on query or key is a factor on the scores
-            side_node = getattr(written, side)
-            while self.name(side_node) in ("mul", "div") and len(side_node.args) == 2:
-                first, second = side_node.args
-                if self.is_tensor(second) or not self.is_tensor(first):
-                    break
-                written.scale = self._times(written, second, self.name(side_node) == "div")
-                side_node = first
-                setattr(written, side, first)
+            setattr(written, side, without_factors(getattr(written, side), written, self.values))
 
     @staticmethod
     def _scores_equation(equation: str) -> bool:

@@ -56,7 +56,7 @@ def key_norm(key: Tensor, eps: float, mask: Tensor | None = None) -> Tensor:
     key [B, H, N, D]; returns the same shape and dtype, zeros at masked tokens. Raises MaskError.
     """
     with _no_autocast(key):
-        x = key.to(_compute_dtype(key))
+        x = key.to(compute_dtype(key))
         if mask is None:
             var, mean = torch.var_mean(x, dim=2, correction=0, keepdim=True)
             centred = x - mean
@@ -143,7 +143,7 @@ def inner_step(
     if mask is not None:
         check_mask(mask, key)
     with _no_autocast(key):
-        dtype = _compute_dtype(key, value, *weights, *([] if head_lr is None else [head_lr]))
+        dtype = compute_dtype(key, value, *weights, *([] if head_lr is None else [head_lr]))
         named = {name: weight.to(dtype) for name, weight in named.items()}
         if inner not in INNER:
             _check_transforms(inner)
@@ -160,7 +160,7 @@ def inner_apply(query: Tensor, weights: Sequence[Tensor], inner: str) -> Tensor:
     """
     model, named, result = resolve(inner), _by_name(inner, weights), _output_dtype(query)
     with _no_autocast(query):
-        dtype = _compute_dtype(query, *weights)
+        dtype = compute_dtype(query, *weights)
         named = {name: weight.to(dtype) for name, weight in named.items()}
         x = query.to(dtype)
         if inner in INNER:  # they broadcast over the leading dimensions: no need for vmap
@@ -235,7 +235,8 @@ def _check_transforms(inner: str) -> None:
         )
 
 
-def _compute_dtype(*tensors: Tensor) -> torch.dtype:
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """What the operators compute in: float32, or float64 where a tensor is."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

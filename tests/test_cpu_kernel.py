@@ -16,7 +16,7 @@ from t5fx.config import TTTConfig
 from t5fx.inner import weight_names
 from t5fx.kernels import cpu_build
 from t5fx.kernels.cpu import CpuKernel
-from t5fx.kernels.problem import Convolution, Problem
+from t5fx.kernels.problem import Convolution, Problem, Tensors
 
 KERNEL = CpuKernel()
 if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -94,19 +94,11 @@ class Case:
 
     @property
     def inputs(self):
-        return (
-            self.query,
-            self.key,
-            self.value,
-            self.weights,
-            self.rate,
-            self.conv_query,
-            self.conv_key,
-            self.mask,
-        )
+        tensors = (self.query, self.key, self.value, self.weights, self.conv_query, self.conv_key, self.mask)
+        return Tensors(*tensors), self.rate
 
     def refusal(self):
-        return KERNEL.refuse(self.problem, *self.inputs[:4], *self.inputs[5:])
+        return KERNEL.refuse(self.problem, self.inputs[0])
 
     def leaves(self):
         named = {"query": self.query, "key": self.key, "value": self.value, "rate": self.rate}
@@ -144,7 +136,7 @@ class Case:
 
     def kernel(self, cotangent):
         output, saved = KERNEL.forward(self.problem, *self.inputs)
-        found = KERNEL.backward(self.problem, cotangent, saved, *self.inputs)
+        found = KERNEL.backward(self.problem, *self.inputs, saved, cotangent)
         named = {"query": found.query, "key": found.key, "value": found.value, "rate": found.rate}
         named.update({f"w{i}": gradient for i, gradient in enumerate(found.weights)})
         for name in ("conv_query", "conv_key"):
@@ -317,8 +309,8 @@ def test_expanded_cotangent():
     case = Case(tokens=30)
     output, saved = KERNEL.forward(case.problem, *case.inputs)
     one = torch.ones(()).expand(output.shape)
-    found = KERNEL.backward(case.problem, one, saved, *case.inputs)
-    same = KERNEL.backward(case.problem, torch.ones(output.shape), saved, *case.inputs)
+    found = KERNEL.backward(case.problem, *case.inputs, saved, one)
+    same = KERNEL.backward(case.problem, *case.inputs, saved, torch.ones(output.shape))
     assert torch.equal(found.key, same.key)
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton_checks
 from triton_checks import CASES, random_case
 
-from t5fx.kernels.problem import Convolution, Problem
+from t5fx.kernels.problem import Convolution, Problem, Tensors
 from t5fx.kernels.triton_launch import TritonKernel
 
 CHECKS = Path(triton_checks.__file__)
@@ -96,7 +96,7 @@ def refusal(problem=PLAIN, dtype=torch.float32, dim=16, conv=None, **changes):
         **changes,
     }
     weights = [torch.empty(2, dim, dim, device="meta") for _ in range(3)]
-    return TritonKernel().refuse(problem, *given.values(), weights, conv, conv, None)
+    return TritonKernel().refuse(problem, Tensors(*given.values(), weights, conv, conv, None))
 
 
 def test_refuses_other_devices():

@@ -17,7 +17,7 @@ import torch
 
 from t5fx import TTTConfig, ops
 from t5fx.inner import INNER
-from t5fx.kernels.problem import Convolution, Problem
+from t5fx.kernels.problem import Convolution, Problem, Tensors
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -265,12 +265,13 @@ def run(case: Case, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[
         for name in ("dwc_q", "dwc_k")
     )
     inputs = [tensors[name] for name in ("query", "key", "value")]
+    given = Tensors(*inputs, weights, conv_query, conv_key, tensors["mask"])
     kernel = TritonKernel()
     with configured(case):
-        reason = kernel.refuse(problem, *inputs, weights, conv_query, conv_key, tensors["mask"])
+        reason = kernel.refuse(problem, given)
         assert reason is None, reason
-        output, saved = kernel.forward(problem, *inputs, weights, rate, conv_query, conv_key, tensors["mask"])
-        gradients = kernel.backward(problem, grad, saved, *inputs, weights, rate, conv_query, conv_key, tensors["mask"])
+        output, saved = kernel.forward(problem, given, rate)
+        gradients = kernel.backward(problem, given, rate, saved, grad)
     assert output.transpose(1, 2).is_contiguous(), "the output does not lie as [B, Nq, H, Dv]"
     found = {"output": output, "query": gradients.query, "key": gradients.key, "value": gradients.value}
     found |= dict(zip(names, gradients.weights, strict=True))
