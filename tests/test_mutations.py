@@ -163,8 +163,8 @@ MUTANTS = {
     ),
     # The softmax scale, and heads.
     "scale dropped": Mutant(
-        "        step = (key, value, weights, inner, config.loss, scale,",
-        "        step = (key, value, weights, inner, config.loss, 1.0,", (f"{SCALE}[None]",),
+        "        step: tuple = (key, value, weights, inner, config.loss, scale,",
+        "        step: tuple = (key, value, weights, inner, config.loss, 1.0,", (f"{SCALE}[None]",),
     ),
     "the user's scale dropped": Mutant(
         "scale=float(scale) if scale is not None else", "scale=", (f"{SCALE}[0.7]",)
