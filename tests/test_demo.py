@@ -81,7 +81,9 @@ def test_page_holds_what_was_measured(quick):
     for stage in results["stages"]:
         row = cells.index(stage["name"])
         assert cells[row + 1] == f"{stage['converted']} of 4"
-        assert cells[row + 3 : row + 5] == [f"{stage['at_once']:.1f}", f"{stage['tuned']:.1f}"]
+        calibrated = "" if stage["calibrated"] is None else f"{stage['calibrated']:.1f}"
+        assert (stage["calibrated"] is None) == (stage["name"] == "softmax")
+        assert cells[row + 3 : row + 6] == [f"{stage['at_once']:.1f}", calibrated, f"{stage['tuned']:.1f}"]
     for cost in results["costs"]:
         row = cells.index(f"{cost['size']} px")
         assert cells[row + 2 : row + 5] == [f"{cost[key] / 1e9:,.1f}" for key in ("softmax", "half", "all")]
@@ -121,9 +123,8 @@ def test_a_wrong_reload_is_an_error(quick, tmp_path, monkeypatch):
     [(97.2, 96.0, ["yes", "yes"]), (96.8, 96.2, ["no", "yes"]), (98.5, 95.9, ["yes", "no"])],
 )
 def test_verdict(half, whole, answers):
-    stages = [
-        training.Stage(str(n), digits.build(), n, 4, 0, 0, tuned) for n, tuned in ((0, 98.0), (2, half), (4, whole))
-    ]
+    pairs = ((0, 98.0), (2, half), (4, whole))
+    stages = [training.Stage(str(n), digits.build(), n, 4, 0, 0, tuned=tuned) for n, tuned in pairs]
     assert [line.split("]")[1].split("[")[0] for line in script.verdict(stages).splitlines()] == answers
 
 

@@ -72,7 +72,7 @@ def _head(results: dict[str, Any], stages: Sequence[Stage], costs: Sequence[Cost
     quick = "Run with --quick: a few epochs only, the accuracies prove nothing." if results["quick"] else ""
     return f"""<header><h1>A vision transformer, turned linear</h1>
 <p>Softmax attention is replaced by test-time training, whose cost grows with the tokens instead of their square. All
-pretrained weights are kept; a short fine-tune brings the accuracy back.</p>
+pretrained weights are kept; calibration and a short fine-tune bring the accuracy back.</p>
 <p class="warn">{quick}</p><div class="tiles">{cards}</div></header>"""
 
 
@@ -83,22 +83,26 @@ def _accuracy(results: dict[str, Any], stages: Sequence[Stage], training: Sequen
         gap = f"{stage.tuned - stages[0].tuned:+.1f}" if stage.converted else "control"
         rows.append([
             _key(stage.name), f"{stage.converted} of {stage.sites}", f"{stage.new_parameters:,}",
-            f"{stage.at_once:.1f}", f"<b>{stage.tuned:.1f}</b>", gap,
+            f"{stage.at_once:.1f}", "" if stage.calibrated is None else f"{stage.calibrated:.1f}",
+            f"<b>{stage.tuned:.1f}</b>", gap,
         ])  # fmt: skip
     heads = [
         "model",
         "sites converted",
         "new parameters",
         "at once, %",
+        f"after {results['calibrate_steps']} steps of calibration, %",
         f"after {extra} epochs, %",
         "points to control",
     ]
     return f"""<section><h2>Accuracy on handwritten digits</h2>
 <p>A small ViT (4 blocks, {results["parameters"]:,} parameters) is trained with softmax for {epochs} epochs on
 {results["train_images"]:,} images of scikit-learn's digits and tested on {results["test_images"]}. Copies of it are
-converted and trained on for {extra} more epochs, {100 * extra / epochs:.0f} % of the training. The control is the
-softmax model itself, given the same epochs and recipe: the loss is the labels' cross-entropy, and the distance of the
-patch features after the last block from those of the softmax model as it was trained.</p>
+converted. Calibration then teaches the new weights alone what softmax attention gave at their place: it needs no labels
+and leaves the pretrained weights untouched. Last, all weights are trained on for {extra} more epochs,
+{100 * extra / epochs:.0f} % of the training. The control is the softmax model itself, given the same epochs and recipe:
+the loss is the labels' cross-entropy, and the distance of the patch features after the last block from those of the
+softmax model as it was trained.</p>
 {_table(heads, rows)}
 <img class="chart" alt="test error by epoch" src="{figures.curves(training, stages)}"></section>"""
 

@@ -24,6 +24,7 @@ from .digits import Digits
 from .training import Stage
 
 EPOCHS, QUICK_EPOCHS = 160, 2
+QUICK_STEPS = 5
 QUICK_SIZES = (224, 518)
 
 
@@ -36,15 +37,19 @@ def play(options: argparse.Namespace, console: Console | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     epochs = QUICK_EPOCHS if options.quick else EPOCHS
     extra = max(1, round(epochs * training.FINE_TUNE_SHARE))
+    steps = QUICK_STEPS if options.quick else training.CALIBRATE_STEPS
     data = digits.load()
     console.print(f"[bold]Digits[/bold]: {len(data.train_images)} to train, {len(data.test_images)} to test")
     with _progress(console) as progress:
         curve, softmax = _train(progress, data, epochs, options.seed)
         stages = training.convert(softmax, data, options.seed)
         for stage in stages:
+            if stage.converted:
+                tick = _bar(progress, f"calibrate, {stage.name}", steps)
+                training.calibrate(stage, data, steps=steps, seed=options.seed, tick=tick)
             tick = _bar(progress, f"fine-tune, {stage.name}", extra)
             training.fine_tune(stage, softmax, data, epochs=extra, seed=options.seed, tick=tick)
-    console.print(accuracy_table(stages, extra))
+    console.print(accuracy_table(stages, steps, extra))
     console.print(verdict(stages))
     save_and_load(stages[2], data, folder / "model")
     console.print(
@@ -71,6 +76,7 @@ def play(options: argparse.Namespace, console: Console | None = None) -> None:
         "seed": options.seed,
         "threads": torch.get_num_threads(),
         "epochs": epochs,
+        "calibrate_steps": steps,
         "fine_tune_epochs": extra,
         "parameters": sum(p.numel() for p in softmax.parameters()),
         "train_images": len(data.train_images),
@@ -110,11 +116,12 @@ def save_and_load(stage: Stage, data: Digits, folder: Path) -> None:
         raise T5fxError(f"the model loaded from {folder} gives other outputs than the one that was saved")
 
 
-def accuracy_table(stages: list[Stage], extra: int) -> Table:
-    """Accuracies of the three models, at once and after fine-tuning."""
+def accuracy_table(stages: list[Stage], steps: int, extra: int) -> Table:
+    """Accuracies of the three models: at once, after calibration, after fine-tuning."""
     table = Table(title="Test accuracy on digits, % (and points to the control)", title_justify="left")
     table.add_column("model")
-    for heading in ("sites", "new weights", "at once", f"after {extra} epochs", "to control"):
+    headings = ("sites", "new weights", "at once", f"calibrated, {steps} steps", f"after {extra} epochs", "to control")
+    for heading in headings:
         table.add_column(heading, justify="right")
     for stage in stages:
         gap = f"{stage.tuned - stages[0].tuned:+.1f}" if stage.converted else "control"
@@ -124,6 +131,7 @@ def accuracy_table(stages: list[Stage], extra: int) -> Table:
             sites,
             f"{stage.new_parameters:,}",
             f"{stage.at_once:.1f}",
+            "" if stage.calibrated is None else f"{stage.calibrated:.1f}",
             f"[bold]{stage.tuned:.1f}[/bold]",
             gap,
         )
