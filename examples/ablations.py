@@ -20,10 +20,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import configs
 import data
 import finetune_timm
 import loop
 import plots
+import small_vit
 import torch
 from torch import nn
 
@@ -48,7 +50,7 @@ VARIANTS = {
     "no key norm": Variant(t5fx.T5.replace(key_norm=False)),
     "no convolutions": Variant(t5fx.T5.replace(dwc=None)),
     "neither": Variant(t5fx.T5.replace(key_norm=False, dwc=None)),
-    "linear attention": Variant(finetune_timm.CONFIGS["linear"]),
+    "linear attention": Variant(configs.CONFIGS["linear"]),
     "new parameters x1": Variant(new_lr_scale=1.0),
     "new parameters x5": Variant(new_lr_scale=5.0),
     "inherit the MLP only": Variant(anew=r"\.attn\."),
@@ -84,7 +86,7 @@ class Ablations:
             self.log.read()
 
     def softmax(self) -> nn.Module:
-        model = finetune_timm.build(self.args, self.train)
+        model = small_vit.build(self.args, self.train)
         model.load_state_dict(torch.load(self.args.base, map_location="cpu"))
         return model.to(self.device, memory_format=torch.channels_last)
 
@@ -95,7 +97,7 @@ class Ablations:
         """Convert, fine-tune and test one variant; a run that the guard stops is a row that says so."""
         args, variant = self.args, VARIANTS[name]
         model = self.softmax()
-        fresh = finetune_timm.build(argparse.Namespace(**{**vars(args), "seed": seed + 1000}), self.train)
+        fresh = small_vit.build(argparse.Namespace(**{**vars(args), "seed": seed + 1000}), self.train)
         begin_anew(model, fresh, variant.anew)
         torch.manual_seed(seed)
         example = data.normalise(self.train.batch(torch.tensor([0, 1]))).to(self.device)

@@ -9,7 +9,7 @@ Stages, in order (``--stages`` names those to run, each needs what those before 
 
     softmax      train the model as it is                                       -> softmax.pt
     control      train it on for --tune-epochs, to compare                      -> control.pt
-    convert      attention of --select becomes TTT, or --inner linear attention -> converted/
+    convert      attention of --select becomes TTT, or --config linear: no TTT   -> converted/
     calibrate    the new weights learn what softmax attention gave; no labels   -> calibrated/
     finetune     all weights, for --tune-epochs                                 -> finetuned/
     presets      calibrate each of some configurations on each of --seeds       -> presets.csv
@@ -27,11 +27,12 @@ from typing import Any
 
 import data
 import loop
-import timm
 import torch
+from configs import CANDIDATES, CONFIGS, Linear
 from plots import losses_and_results
 from safetensors.torch import load_file
-from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from small_vit import build
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
@@ -39,85 +40,6 @@ import t5fx
 
 FIELDS = ("stage", "step", "epoch", "loss", "accuracy", "seconds", "cpu_seconds")
 STAGES = ("softmax", "control", "convert", "calibrate", "finetune", "presets")
-
-
-class Linear:
-    """Linear attention as an inner model: queries times the sum over tokens of key times value, and a learned start."""
-
-    def init(self, heads: int, head_dim: int, value_dim: int, hidden: int, *, std: float, device: Any = None,
-             dtype: Any = None, generator: Any = None) -> dict[str, Tensor]:  # fmt: skip
-        weight = torch.empty(heads, head_dim, value_dim, device=device, dtype=dtype)
-        return {"w": nn.init.trunc_normal_(weight, std=std, generator=generator)}
-
-    def apply(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return x @ weights["w"]
-
-
-CONFIGS = {
-    "t5": t5fx.T5,
-    "dit5": t5fx.DIT5_TTT,
-    "calibrated": t5fx.CALIBRATED,
-    "linear": t5fx.T5.replace(inner=Linear()),
-}
-#: What the stage ``presets`` compares: one change at a time from the published ones to ours.
-CANDIDATES = {
-    "T5": t5fx.T5,
-    "T5, learned rate from 4": t5fx.T5.replace(inner_lr=4.0, learn_inner_lr=True),
-    "T5, learned rate from 4, eps 1e-5": t5fx.T5.replace(inner_lr=4.0, learn_inner_lr=True, key_norm_eps=1e-5),
-    "MLP, dot": t5fx.T5.replace(inner="mlp"),
-    "MLP, MSE": t5fx.DIT5_TTT,
-    "MLP, MSE, eps 1e-5": t5fx.DIT5_TTT.replace(key_norm_eps=1e-5),
-    "MLP, MSE, learned rate from 4": t5fx.DIT5_TTT.replace(inner_lr=4.0, learn_inner_lr=True),
-    "MLP, MSE, learned rate from 1, eps 1e-5": t5fx.DIT5_TTT.replace(learn_inner_lr=True, key_norm_eps=1e-5),
-    "MLP, MSE, learned rate from 4, eps 1e-5": t5fx.CALIBRATED,
-    "MLP, dot, learned rate from 4, eps 1e-5": t5fx.CALIBRATED.replace(loss="dot"),
-    "MLP, MSE, learned rate from 10, eps 1e-5": t5fx.CALIBRATED.replace(inner_lr=10.0),
-    "linear attention": CONFIGS["linear"],
-}
-
-
-class ConvStem(nn.Module):
-    """Four 3 x 3 convolutions, two of them with stride 2, in place of the cut into patches of 4 x 4 pixels.
-
-    A transformer that learns from few images needs the start that convolutions give it.  Group norm: its result is the
-    same however the batch is shared by processes.
-    """
-
-    def __init__(
-        self, img_size: int = 32, patch_size: int = 4, in_chans: int = 3, embed_dim: int = 96, **_: Any
-    ) -> None:
-        super().__init__()
-        self.img_size, self.patch_size = (img_size, img_size), (patch_size, patch_size)
-        self.grid_size = (img_size // patch_size, img_size // patch_size)
-        self.num_patches = self.grid_size[0] * self.grid_size[1]
-        widths = (embed_dim // 4, embed_dim // 2, embed_dim // 2, embed_dim)
-        layers: list[nn.Module] = []
-        for channels, width, stride in zip((in_chans, *widths), widths, (1, 2, 1, 2), strict=False):
-            layers += [nn.Conv2d(channels, width, 3, stride, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU()]
-        self.body = nn.Sequential(*layers[:-2])
-
-    def forward(self, images: Tensor) -> Tensor:
-        """[B, channels, height, width] -> tokens [B, height * width / 16, embed_dim]."""
-        return self.body(images).flatten(2).transpose(1, 2)
-
-
-def small_vit(classes: int, channels: int, size: int, width: int, depth: int, seed: int) -> VisionTransformer:
-    """Heads of 32 channels, an MLP of twice the width, no class token: what one CPU core can train."""
-    torch.manual_seed(seed)
-    return VisionTransformer(
-        img_size=size, patch_size=4, in_chans=channels, embed_dim=width, depth=depth, num_heads=width // 32,
-        mlp_ratio=2, num_classes=classes, embed_layer=ConvStem, class_token=False, global_pool="avg",
-    )  # fmt: skip
-
-
-def build(args: argparse.Namespace, images: data.Images) -> nn.Module:
-    channels, size = images.batch(torch.tensor([0])).shape[1:3]
-    if args.model == "small":
-        return small_vit(len(images.classes), channels, size, args.width, args.depth, args.seed)
-    torch.manual_seed(args.seed)
-    sized = {"img_size": size} if "vit" in args.model else {}
-    options = {"pretrained": args.pretrained, "num_classes": len(images.classes), "in_chans": channels, **sized}
-    return timm.create_model(args.model, **options)
 
 
 def softmax_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
