@@ -41,5 +41,8 @@ CANDIDATES = {
     "MLP, MSE, learned rate from 4, eps 1e-5": t5fx.CALIBRATED,
     "MLP, dot, learned rate from 4, eps 1e-5": t5fx.CALIBRATED.replace(loss="dot"),
     "MLP, MSE, learned rate from 10, eps 1e-5": t5fx.CALIBRATED.replace(inner_lr=10.0),
+    "MLP, dot, learned rate from 1, eps 1e-5": t5fx.CALIBRATED.replace(loss="dot", inner_lr=1.0),
     "linear attention": CONFIGS["linear"],
 }
+#: What --config takes.
+NAMED = {**CONFIGS, **CANDIDATES}

@@ -28,7 +28,7 @@ from typing import Any
 import data
 import loop
 import torch
-from configs import CANDIDATES, CONFIGS, Linear
+from configs import CANDIDATES, CONFIGS, NAMED
 from plots import losses_and_results
 from safetensors.torch import load_file
 from small_vit import build
@@ -88,7 +88,8 @@ class Run:
         """The first of the converted models of these names that is there."""
         for name in names:
             if (self.args.out / name).is_dir():
-                inner = Linear() if self.args.config == "linear" else None
+                inner = NAMED[self.args.config].inner
+                inner = None if isinstance(inner, str) else inner  # the recipe knows those by name
                 return t5fx.load(build(self.args, self.train), self.args.out / name, inner=inner).to(self.device)
         raise SystemExit(f"{self.args.out} holds none of {', '.join(names)}: run the stage convert first")
 
@@ -97,7 +98,7 @@ class Run:
         if self.args.select == "easiest":
             batches = self.unlabelled(loop.Recipe(1, self.args.batch, seed=self.args.seed + 200))
             scores = t5fx.sensitivity(model, batches, steps=self.args.calibrate_steps, lr=self.args.calibrate_lr,
-                                      config=CONFIGS[self.args.config], example_inputs=self.example())  # fmt: skip
+                                      config=NAMED[self.args.config], example_inputs=self.example())  # fmt: skip
             if loop.world()[0] == 0:
                 print(scores)
             return t5fx.easiest(0.5, scores)
@@ -147,7 +148,7 @@ class Run:
     def convert(self) -> None:
         model = self.base()
         torch.manual_seed(self.args.seed)
-        t5fx.linearize(model, self.select(model), config=CONFIGS[self.args.config], example_inputs=self.example())
+        t5fx.linearize(model, self.select(model), config=NAMED[self.args.config], example_inputs=self.example())
         self.save(model, "converted")
         self.note("convert", model)
 
@@ -258,7 +259,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for logs, checkpoints and models")
     add("--stages", default="softmax,control,convert,calibrate,finetune", help="(default: %(default)s)")
     add("--select", default="all", help="all, half (every other), easiest (half), a glob (default: %(default)s)")
-    add("--config", default="calibrated", choices=CONFIGS, help="what a site becomes (default: %(default)s)")
+    add("--config", default="calibrated", choices=NAMED, metavar="NAME",
+        help=f"what a site becomes: {', '.join(CONFIGS)}, or a row of the stage presets (default: %(default)s)")  # fmt: skip
     add("--epochs", type=float, default=7, help="of softmax training (default: %(default)s)")
     add("--batch", type=int, default=128, help="of all processes together (default: %(default)s)")
     add("--lr", type=float, default=2e-3, help="of softmax training (default: %(default)s)")
