@@ -260,7 +260,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--stages", default="softmax,control,convert,calibrate,finetune", help="(default: %(default)s)")
     add("--select", default="all", help="all, half (every other), easiest (half), a glob (default: %(default)s)")
     add("--config", default="calibrated", choices=NAMED, metavar="NAME",
-        help=f"what a site becomes: {', '.join(CONFIGS)}, or a row of the stage presets (default: %(default)s)")  # fmt: skip
+        help=f"what a site becomes: {', '.join(CONFIGS)}, or as the stage presets calls it (default: %(default)s)"
+        )  # fmt: skip
     add("--epochs", type=float, default=7, help="of softmax training (default: %(default)s)")
     add("--batch", type=int, default=128, help="of all processes together (default: %(default)s)")
     add("--lr", type=float, default=2e-3, help="of softmax training (default: %(default)s)")
