@@ -20,6 +20,7 @@ Folders are for ``t5fx.load``.  log.csv has losses, accuracies (%) and seconds; 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,12 +219,23 @@ class Run:
         guard = t5fx.TrainingGuard(model) if converted else None
         resume = self.resume if self.resume is not None and self.resume["stage"] == stage else None
         self.resume = None if resume is not None else self.resume
-        loop.fit(run, optimizer, loop.Batches(self.train, recipe, self.device), stage=stage, log=self.log,
+        loss = self.distilled if converted and args.distill else loop.cross_entropy
+        loop.fit(run, optimizer, loop.Batches(self.train, recipe, self.device), stage=stage, log=self.log, loss=loss,
                  checkpoint=self.checkpoint, resume=resume, evaluate=lambda: loop.accuracy(run, self.test, self.device),
                  guard=guard.check if guard is not None else None)  # fmt: skip
         if guard is not None:
             guard.remove()
         self.save(run, "finetuned" if converted else f"{stage}.pt")
+
+    def distilled(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropy, and the distance of the last features from those of the softmax model."""
+        if not hasattr(self, "teacher"):
+            self.teacher = self.base().eval().requires_grad_(False)
+        features = model.forward_features(images)
+        with torch.no_grad():
+            wanted = self.teacher.forward_features(images)
+        entropy = nn.functional.cross_entropy(model.forward_head(features).float(), labels)
+        return entropy + t5fx.distill_loss(features=(features, wanted), feature_weight=self.args.distill)
 
     def note(self, stage: str, model: nn.Module, clock: loop.Clock | None = None) -> None:
         clock = clock or loop.Clock()
@@ -271,6 +283,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tune-lr", type=float, default=3e-4, help="(default: %(default)s)")
     add("--new-lr-scale", type=float, default=2.0, help="new parameters learn faster by this; papers: 20 "
         "(default: %(default)s)")  # fmt: skip
+    add("--distill", type=float, default=0.0, help="fine-tuning: weight of the distance of the last features from the "
+        "softmax model's; one process, models with forward_features (default: %(default)s)")  # fmt: skip
     add("--weight-decay", type=float, default=0.05, help="(default: %(default)s)")
     add("--warm-up", type=float, default=0.1, help="share of the steps (default: %(default)s)")
     add("--mixup", type=float, default=0.0, help="parameter of the beta distribution; 0 is none")
@@ -283,6 +297,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--images", type=int, help="use only so many of the images (to try things out)")
     args = parser.parse_args(arguments)
     args.stages = args.stages.split(",")
+    if args.distill and "LOCAL_RANK" in os.environ:
+        parser.error("--distill calls parts of the model, which DDP and FSDP don't see: use one process")
     if unknown := [name for name in args.stages if name not in STAGES]:
         parser.error(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
     return args

@@ -209,9 +209,13 @@ def main(argv: list[str] | None = None) -> int:
             results += found
             progress.update(bar, advance=1, description=f"{target} {call.dtype} {call.head_dim}")
     failed = [r for r in results if r.problems]
-    tables = [(f"{len(results)} kernels", DETAIL, detail_rows(results if arguments.quick else failed))]
+    tables = []
     if not arguments.quick:
-        tables.insert(0, ("by target", SUMMARY, summary_rows(results)))
+        tables.append((f"{len(results)} kernels by target", SUMMARY, summary_rows(results)))
+    if arguments.quick or failed:
+        tables.append(
+            ("all" if arguments.quick else "failed", DETAIL, detail_rows(results if arguments.quick else failed))
+        )
     for title, head, rows in tables:
         table = Table(*head, title=title)
         for row in rows:

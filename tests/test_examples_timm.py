@@ -76,6 +76,24 @@ def test_all_stages(folder, tmp_path, capsys):
     assert loop.accuracy(model, test, torch.device("cpu")) == pytest.approx(float(log[-1]["accuracy"]), rel=1e-4)
 
 
+def test_distillation_pulls_features_back(folder, tmp_path):
+    """Fine-tuned with a heavy weight on features, they end nearer to the softmax model's than by labels alone."""
+    example.main(options(folder, tmp_path / "base", "--stages", "softmax"))
+    base = str(tmp_path / "base" / "softmax.pt")
+    distances = []
+    for weight in ("0", "50"):
+        out = tmp_path / weight
+        example.main(options(folder, out, "--base", base, "--stages", "convert,finetune", "--tune-epochs", "8",
+                             "--distill", weight))  # fmt: skip
+        args = example.parse(options(folder, out, "--base", base))
+        run = example.Run(args)
+        images = data.normalise(run.test.batch(torch.arange(16)))
+        with torch.no_grad():
+            got, wanted = (m.eval().forward_features(images) for m in (run.load("finetuned"), run.base()))
+        distances.append(float((got - wanted).square().mean() / wanted.var()))
+    assert distances[1] < 0.8 * distances[0]
+
+
 class Cut(Exception):
     pass
 
