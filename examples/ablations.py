@@ -76,9 +76,7 @@ class Ablations:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, loop.start_processes()
-        self.train, self.test = data.load(args.data, size=args.size)
-        if args.images:
-            self.train, self.test = self.train.first(args.images), self.test.first(args.images)
+        self.train, self.test = data.load(args.data, size=args.size, count=args.images)
         self.table = loop.Log(args.out / "ablations.csv", FIELDS)
         self.log = loop.Log(args.out / "log.csv", ("variant", *finetune_timm.FIELDS))
         if args.resume:

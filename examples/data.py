@@ -85,11 +85,19 @@ class Folder(Images):
         return few
 
 
-def load(name: str, *, size: int | None = None, cache: Path | None = None) -> tuple[Images, Images]:
+def load(
+    name: str, *, size: int | None = None, count: int | None = None, cache: Path | None = None
+) -> tuple[Images, Images]:
     """(training, test) images.  ``name``: "cifar10", "fashion", or a folder that holds ``train`` and ``val``.
 
     size: side in pixels; by default 224 for a folder, and what they are for the others.
+    count: the first so many of each; by default all.
     """
+    train, test = _whole(name, size, cache)
+    return (train.first(count), test.first(count)) if count else (train, test)
+
+
+def _whole(name: str, size: int | None, cache: Path | None) -> tuple[Images, Images]:
     if name in ("cifar10", "fashion"):
         sets = cifar10(cache or default_cache()) if name == "cifar10" else fashion(FASHION)
         for images in sets:

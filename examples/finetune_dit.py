@@ -109,9 +109,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.out = args, args.out
-        self.train, self.test = data.load("fashion")
-        if args.images:
-            self.train, self.test = self.train.first(args.images), self.test.first(args.images)
+        self.train, self.test = data.load("fashion", count=args.images)
         self.log = loop.Log(self.out / "log.csv", FIELDS)
         self.path = self.out / "checkpoint.pt"
         if args.resume:

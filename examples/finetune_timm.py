@@ -57,9 +57,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.device = args, loop.start_processes()
-        self.train, self.test = data.load(args.data, size=args.size)
-        if args.images:
-            self.train, self.test = self.train.first(args.images), self.test.first(args.images)
+        self.train, self.test = data.load(args.data, size=args.size, count=args.images)
         self.log = loop.Log(args.out / "log.csv", FIELDS)
         self.checkpoint = args.out / "checkpoint.pt"
         self.resume: dict[str, Any] | None = None
