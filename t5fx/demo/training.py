@@ -23,7 +23,7 @@ FINE_TUNE_RATE, FINE_TUNE_BATCH = 5e-4, 32
 FINE_TUNE_SHARE = 0.1
 #: Steps of calibration, of ``BATCH`` unlabelled images each: about as many images as fine-tuning sees.
 CALIBRATE_STEPS = 150
-#: New parameters are calibrated already when fine-tuning begins: twice the rate is enough, the papers' 20x undoes it.
+#: New parameters are calibrated already when fine-tuning begins: twice the rate is enough. The papers' 20x did as well.
 NEW_RATE_SCALE = 2.0
 #: Weight of the distance to the softmax model's features in the loss of fine-tuning. With labels alone, or with soft
 #: labels, the converted models fit the training images as well but lose about a point on the test images.
