@@ -169,7 +169,7 @@ class Run:
 
     def calibrate(self) -> None:
         model, steps, clock = self.load("converted"), self.args.calibrate_steps, loop.Clock()
-        batches = Pictures(self.train, loop.Recipe(1, self.args.batch, seed=self.args.seed + 100), DEVICE)
+        batches = Pictures(self.train, loop.Recipe(1, self.args.calibrate_batch, seed=self.args.seed + 100), DEVICE)
 
         def noisy_batches() -> Iterator[dict[str, Tensor]]:
             torch.manual_seed(self.args.seed)
@@ -256,11 +256,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--epochs", type=float, default=1.5, help="of softmax training")
     parser.add_argument("--classifier-epochs", type=float, default=1)
-    parser.add_argument("--finetune", type=float, default=0.1, help="share of the epochs, also for the control")
+    parser.add_argument("--finetune", type=float, default=0.2, help="share of the epochs, also for the control")
     parser.add_argument("--finetune-lr", type=float, default=5e-4)
     parser.add_argument("--new-lr-scale", type=float, default=2.0, help="the new weights learn so much faster")
     parser.add_argument("--select", default="everything", help="a selector of t5fx by name, or a glob of site names")
-    parser.add_argument("--calibrate-steps", type=int, default=100)
+    parser.add_argument("--calibrate-steps", type=int, default=800)
+    parser.add_argument("--calibrate-batch", type=int, default=16)
     parser.add_argument("--calibrate-lr", type=float, default=1e-2)
     parser.add_argument("--samples", type=int, default=1000, help="pictures a model, for the distance")
     parser.add_argument("--sample-steps", type=int, default=20, help="Euler steps a picture")

@@ -95,7 +95,7 @@ class Run:
     def select(self, model: nn.Module) -> Any:
         """--select as a selector: all, half, easiest (the half that measures best), or a glob of site names."""
         if self.args.select == "easiest":
-            batches = self.unlabelled(loop.Recipe(1, self.args.batch, seed=self.args.seed + 200))
+            batches = self.unlabelled(loop.Recipe(1, self.args.calibrate_batch, seed=self.args.seed + 200))
             scores = t5fx.sensitivity(model, batches, steps=self.args.calibrate_steps, lr=self.args.calibrate_lr,
                                       config=NAMED[self.args.config], example_inputs=self.example())  # fmt: skip
             if loop.world()[0] == 0:
@@ -154,7 +154,7 @@ class Run:
     def calibrate(self) -> None:
         args, clock = self.args, loop.Clock()
         model = self.load("converted")
-        recipe = loop.Recipe(1, args.batch, amp=args.amp, seed=args.seed + 100)
+        recipe = loop.Recipe(1, args.calibrate_batch, amp=args.amp, seed=args.seed + 100)
         run = self.wrapped(model)
         with clock.running(), recipe.autocast(self.device):
             done = t5fx.calibrate(run, self.unlabelled(recipe), steps=args.calibrate_steps, lr=args.calibrate_lr)
@@ -162,7 +162,8 @@ class Run:
             if step % 10 == 0 or step == len(done.errors):
                 share = step / len(done.errors)
                 self.log.add(stage="calibrate", step=step, loss=sum(errors) / len(errors), seconds=clock.wall * share,
-                             cpu_seconds=clock.cpu * share, epoch=step * args.batch / len(self.train))  # fmt: skip
+                             cpu_seconds=clock.cpu * share,
+                             epoch=step * args.calibrate_batch / len(self.train))  # fmt: skip
         if loop.world()[0] == 0:
             print(done)
         self.save(run, "calibrated")
@@ -206,6 +207,8 @@ class Run:
     def fit(self, model: nn.Module, stage: str, epochs: float, lr: float) -> None:
         args = self.args
         run = self.wrapped(model)
+        if args.compile:
+            run.compile(backend="t5")  # in place: names of parameters stay; without sites it is Inductor
         converted = stage == "finetune"
         if converted:
             groups = t5fx.param_groups(model, lr, new_lr_scale=args.new_lr_scale, weight_decay=args.weight_decay)
@@ -275,7 +278,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--epochs", type=float, default=7, help="of softmax training (default: %(default)s)")
     add("--batch", type=int, default=128, help="of all processes together (default: %(default)s)")
     add("--lr", type=float, default=2e-3, help="of softmax training (default: %(default)s)")
-    add("--calibrate-steps", type=int, default=100, help="(default: %(default)s)")
+    add("--calibrate-steps", type=int, default=400, help="(default: %(default)s)")
+    add("--calibrate-batch", type=int, default=32, help="many small steps beat few large ones (default: %(default)s)")
     add("--calibrate-lr", type=float, default=1e-2, help="(default: %(default)s)")
     add("--tune-epochs", type=float, default=0.5, help="of fine-tuning and of the control (default: %(default)s)")
     add("--tune-lr", type=float, default=3e-4, help="(default: %(default)s)")
@@ -287,6 +291,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--warm-up", type=float, default=0.1, help="share of the steps (default: %(default)s)")
     add("--mixup", type=float, default=0.0, help="parameter of the beta distribution; 0 is none")
     add("--amp", choices=("none", "bf16", "fp16"), default="none", help="autocast (default: %(default)s)")
+    add("--compile", action="store_true", help='train under torch.compile(backend="t5")')
     add("--fsdp", action="store_true", help="under torchrun: shard the model with FSDP2 instead of DDP")
     add("--seed", type=int, default=0)
     add("--seeds", type=int, default=2, help="of the stage presets (default: %(default)s)")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+from PIL import Image
 from torch import Tensor
 
 matplotlib.use("Agg")
@@ -69,6 +70,9 @@ def strips(path: Path, sheets: Mapping[str, Tensor], columns: int = 20) -> None:
         axes.set_title(title, loc="left", fontsize=9)
         axes.axis("off")
     _save(figure, path)
+    with Image.open(path) as image:  # four channels of grey take three times the room
+        grey = image.convert("L")
+    grey.save(path, optimize=True)
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

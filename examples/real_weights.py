@@ -101,9 +101,10 @@ class Run:
     def autocast(self) -> torch.autocast:
         return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.args.amp == "bf16")
 
-    def batch(self, step: int) -> Tensor:
+    def batch(self, step: int, size: int | None = None) -> Tensor:
         """Images [B, 3, size, size]: a new batch at every step, begun again when all are used."""
-        at = torch.arange(step * self.args.batch, (step + 1) * self.args.batch) % len(self.order)
+        size = size or self.args.batch
+        at = torch.arange(step * size, (step + 1) * size) % len(self.order)
         return pixels(self.pool[self.order[at]], self.args.size)
 
     def model(self, name: str | None = None) -> nn.Module:
@@ -156,9 +157,9 @@ class Run:
         t5fx.save(model, self.out / "converted")
 
     def calibrate(self) -> None:
-        model, steps = self.model("converted"), self.args.calibrate_steps
+        model, steps, size = self.model("converted"), self.args.calibrate_steps, self.args.calibrate_batch
         with self.clock.running(), self.autocast():
-            batches = (self.batch(step) for step in range(steps))
+            batches = (self.batch(step, size) for step in range(steps))
             done = t5fx.calibrate(model, batches, steps=steps, lr=self.args.calibrate_lr)
         for step in range(0, steps, 10):
             rows = done.errors[step : step + 10]
@@ -179,6 +180,7 @@ class Run:
         optimizer = torch.optim.AdamW(groups, fused=True, betas=(0.9, 0.99))
         peaks = [group["lr"] for group in optimizer.param_groups]
         path, first, total, count = self.out / "checkpoint.pt", 0, 0.0, 0
+        seen = args.calibrate_steps * args.calibrate_batch // args.batch
         if args.resume and path.exists():
             state = torch.load(path, map_location="cpu", weights_only=False)
             loop.restore(state, model, optimizer)
@@ -190,7 +192,7 @@ class Run:
                     factor = loop.rate((step + 1) / args.distill_steps, 0.05)
                     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                         group["lr"] = peak * factor
-                    images = self.batch(args.calibrate_steps + step)
+                    images = self.batch(seen + step)
                     with self.autocast():
                         with torch.no_grad():
                             wanted = teacher.forward_features(images)
@@ -238,12 +240,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated")
     parser.add_argument("--select", default="everything", help="a selector of t5fx by name, or a glob of site names")
     parser.add_argument("--size", type=int, default=112, help="pixels, a multiple of 14; 224 takes five times as long")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--calibrate-steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=16, help="images a step of distillation")
+    parser.add_argument("--calibrate-steps", type=int, default=400)
+    parser.add_argument("--calibrate-batch", type=int, default=8)
     parser.add_argument("--calibrate-lr", type=float, default=1e-2)
-    parser.add_argument("--distill-steps", type=int, default=400)
-    parser.add_argument("--lr", type=float, default=2e-4, help="of the inherited weights in distillation")
-    parser.add_argument("--new-lr-scale", type=float, default=10.0, help="the new weights learn so much faster")
+    parser.add_argument("--distill-steps", type=int, default=1200)
+    parser.add_argument("--lr", type=float, default=2e-5, help="of the inherited weights in distillation")
+    parser.add_argument("--new-lr-scale", type=float, default=20.0, help="the new weights learn so much faster")
     parser.add_argument("--amp", choices=("none", "bf16"), default="none")
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints and rows of the log")
     parser.add_argument("--stop-after", type=int, help="stop the distillation after so many steps, as if cut off")

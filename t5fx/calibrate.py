@@ -129,7 +129,8 @@ def calibrate(
         model: linearized; its ``requires_grad`` flags, modes, gradients and hooks are afterwards as before, also after
             an error or Ctrl-C.  Then the new weights are those of the last whole step.
         batches: an iterable of what the model takes: tensors, tuples, dicts of keywords, or ``(args, kwargs)``.  Fewer
-            than ``steps``: begun again, where it can be (a list, a DataLoader).
+            than ``steps``: begun again, where it can be (a list, a DataLoader).  Every token is an example, so small
+            batches do: in equal time 400 steps of 32 images recover more than 120 of 128 (docs/results.md).
         steps: how many steps to make.
         lr: peak learning rate.
         warm_up: share of the steps in which it rises.

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -80,7 +81,7 @@ class _Owner:
             try:
                 with torch.enable_grad(), WatchSteps() as seen:
                     got = self._alone(site, *inputs)
-                    error = relative_error(got, wanted, next((step.mask for step in seen.steps), None))
+                    error = relative_error(got, wanted, next((step.mask for step in seen.steps), None), seen.grid)
                     self.transfer.on_site(site, error, list(site.weights.parameters()))
             finally:
                 self.transfer.beside = False
@@ -133,12 +134,22 @@ class _Owner:
         return run
 
 
-def relative_error(got: Any, wanted: Any, mask: Tensor | None = None) -> Tensor:
+class Grid(NamedTuple):
+    """Of ``tokens`` tokens, those from ``first`` up to ``end`` are on the grid."""
+
+    tokens: int
+    first: int
+    end: int
+
+
+def relative_error(got: Any, wanted: Any, mask: Tensor | None = None, grid: Grid | None = None) -> Tensor:
     """Mean squared difference over the variance of ``wanted``, in float32 (float64 for float64): a scalar.
 
     got, wanted: an owner's outputs, a tensor or any nesting of them.  Tensors of ``got`` that need no gradient do not
     depend on the site and are left out; of several that do, the mean is taken.  mask: bool [B, N]; in outputs of shape
-    [B, N, ...] only tokens where it is True count.
+    [B, N, ...] only tokens where it is True count.  grid: in outputs of shape [B, tokens, ...] the tokens on the grid
+    and those beside it are two tensors.  So a class token, which may be all that a head reads, counts as much as all
+    patches, and text beside an image as much as where it is an output of its own.
     """
     errors = []
     for one, other in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
@@ -146,18 +157,35 @@ def relative_error(got: Any, wanted: Any, mask: Tensor | None = None) -> Tensor:
             continue
         dtype = torch.promote_types(one.dtype, torch.float32)
         one, other = one.to(dtype), other.detach().to(dtype)
-        if mask is None or one.shape[:2] != mask.shape:
-            difference, variance = (one - other).square().mean(), other.var(correction=0)
-        else:
-            inside = mask.view(*mask.shape, *[1] * (one.ndim - 2)).to(one.device)
-            count = inside.sum().clamp(min=1) * (one[0, 0].numel())
-            one, other = one.masked_fill(~inside, 0), other.masked_fill(~inside, 0)
-            difference = (one - other).square().sum() / count
-            variance = (other - other.sum() / count).masked_fill(~inside, 0).square().sum() / count
-        errors.append(difference / variance.clamp(min=torch.finfo(dtype).tiny))
+        inside = mask.to(one.device) if mask is not None and one.shape[:2] == mask.shape else None
+        if grid is None or one.ndim < 3 or one.shape[1] != grid.tokens or grid.end - grid.first == grid.tokens:
+            errors.append(_error(one, other, inside))
+            continue
+        for part in (_on_grid, _beside_grid):
+            errors.append(_error(part(one, grid), part(other, grid), None if inside is None else part(inside, grid)))
     if not errors:
         raise CaptureError("the owner's output does not depend on its converted site, so the site can't be calibrated")
     return torch.stack(errors).mean()
+
+
+def _on_grid(x: Tensor, grid: Grid) -> Tensor:
+    return x[:, grid.first : grid.end]
+
+
+def _beside_grid(x: Tensor, grid: Grid) -> Tensor:
+    return torch.cat([x[:, : grid.first], x[:, grid.end :]], dim=1)
+
+
+def _error(one: Tensor, other: Tensor, inside: Tensor | None) -> Tensor:
+    if inside is None:
+        difference, variance = (one - other).square().mean(), other.var(correction=0)
+    else:
+        inside = inside.view(*inside.shape, *[1] * (one.ndim - 2))
+        count = inside.sum().clamp(min=1) * (one[0, 0].numel())
+        one, other = one.masked_fill(~inside, 0), other.masked_fill(~inside, 0)
+        difference = (one - other).square().sum() / count
+        variance = (other - other.sum() / count).masked_fill(~inside, 0).square().sum() / count
+    return difference / variance.clamp(min=torch.finfo(one.dtype).tiny)
 
 
 class Step:
@@ -168,14 +196,18 @@ class Step:
 
 
 class WatchSteps(TorchFunctionMode):
-    """Sees the inner steps that run within: ``steps``, in order."""
+    """Sees the inner steps that run within: ``steps``, in order; and where the tokens' ``grid`` is, if it matters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
+        self.grid: Grid | None = None
 
     def __torch_function__(self, function: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.t5fx.inner_step.default:
             self.steps.append(Step(args[7] if len(args) > 7 else (kwargs or {}).get("mask"), result))
+        elif function is torch.ops.t5fx.dwc.default:  # keys and queries of a site are on one grid
+            x, _, _, prefix, sides = args[:5]
+            self.grid = Grid(x.shape[2], prefix, prefix + math.prod(sides))
         return result

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,22 @@ def test_distillation_pulls_features_back(folder, tmp_path):
             got, wanted = (m.eval().forward_features(images) for m in (run.load("finetuned"), run.base()))
         distances.append(float((got - wanted).square().mean() / wanted.var()))
     assert distances[1] < 0.8 * distances[0]
+
+
+def test_compiled_training_has_the_loss_curve_of_eager(folder, tmp_path):
+    """Through backend t5, in place: files, checkpoints and names are those of the plain model."""
+    example.main(options(folder, tmp_path / "base", "--stages", "softmax,convert", "--epochs", "1"))
+    logs = {}
+    for mode in ("eager", "compiled"):
+        out = tmp_path / mode
+        shutil.copytree(tmp_path / "base", out)
+        example.main(options(folder, out, "--stages", "finetune", *(["--compile"] if mode == "compiled" else [])))
+        logs[mode] = [float(row["loss"]) for row in rows(out)]
+    assert logs["compiled"] == pytest.approx(logs["eager"], rel=1e-4)
+    one, two = (load_file(tmp_path / mode / "finetuned" / "model.safetensors") for mode in ("eager", "compiled"))
+    assert one.keys() == two.keys()
+    assert all(torch.allclose(one[n], two[n], atol=1e-4) for n in one)
+    assert any(not torch.equal(one[n], two[n]) for n in one)  # other code did run
 
 
 class Cut(Exception):
