@@ -19,6 +19,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import configs
 import data
@@ -28,6 +29,7 @@ import plots
 import small_vit
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import t5fx
 
@@ -43,11 +45,14 @@ class Variant:
     inherited_lr_scale: float = 1.0
     anew: str = "$^"  # nothing
     calibrate: bool = False
+    key_norm: str = "whole"  # see KeyNorm
 
 
 VARIANTS = {
     "T5": Variant(),
     "no key norm": Variant(t5fx.T5.replace(key_norm=False)),
+    "mean only": Variant(key_norm="mean"),
+    "deviation only": Variant(key_norm="deviation"),
     "no convolutions": Variant(t5fx.T5.replace(dwc=None)),
     "neither": Variant(t5fx.T5.replace(key_norm=False, dwc=None)),
     "linear attention": Variant(configs.CONFIGS["linear"]),
@@ -59,6 +64,25 @@ VARIANTS = {
     "inherited weights frozen": Variant(inherited_lr_scale=0.0),
     "inherited weights frozen, calibrated": Variant(inherited_lr_scale=0.0, new_lr_scale=2.0, calibrate=True),
 }
+
+
+class KeyNorm(TorchFunctionMode):
+    """Within it key normalization only subtracts the tokens' mean, or only divides by their deviation; or is whole.
+
+    For an ablation, in eager mode: no configuration offers the halves, no kernel has them.
+    """
+
+    def __init__(self, half: str) -> None:
+        super().__init__()
+        self.half = half
+
+    def __torch_function__(self, function: Any, kinds: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.t5fx.key_norm.default or self.half == "whole":
+            return function(*args, **(kwargs or {}))
+        key, eps = args[:2]
+        if self.half == "mean":
+            return key - key.mean(2, keepdim=True)
+        return key * torch.rsqrt(key.var(2, correction=0, keepdim=True) + eps)
 
 
 def begin_anew(model: nn.Module, fresh: nn.Module, pattern: str) -> int:
@@ -100,7 +124,9 @@ class Ablations:
         torch.manual_seed(seed)
         example = data.normalise(self.train.batch(torch.tensor([0, 1]))).to(self.device)
         t5fx.linearize(model, t5fx.everything, config=variant.config, example_inputs=example)
-        at_once = loop.accuracy(model, self.test, self.device)
+        norm = KeyNorm(variant.key_norm)
+        with norm:
+            at_once = loop.accuracy(model, self.test, self.device)
         batches, clock = loop.Batches(self.train, self.recipe(seed), self.device), loop.Clock()
         if variant.calibrate:
             with clock.running():
@@ -110,7 +136,7 @@ class Ablations:
                                    inherited_lr_scale=variant.inherited_lr_scale, weight_decay=0.05)  # fmt: skip
         optimizer = torch.optim.AdamW(groups, fused=True)
         log, stopped, accuracy = loop.Log(args.out / "now.csv", finetune_timm.FIELDS), "", float("nan")
-        with t5fx.TrainingGuard(model) as guard:
+        with norm, t5fx.TrainingGuard(model) as guard:
             try:
                 spent = loop.fit(model, optimizer, batches, stage=name, log=log, every=25, guard=guard.check,
                                  evaluate=lambda: loop.accuracy(model, self.test, self.device))  # fmt: skip

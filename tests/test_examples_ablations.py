@@ -45,6 +45,36 @@ def test_rows_and_resume(folder, base, tmp_path):
     assert (tmp_path / "ablations.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("half", ["mean", "deviation", "whole"])
+def test_half_of_the_key_norm(half):
+    """One half leaves the other statistic as it was, and the mode ends where it ends."""
+    key = 3 + 2 * torch.randn(2, 3, 50, 4, dtype=torch.float64)
+    whole = torch.ops.t5fx.key_norm(key, 0.0)
+    with ablations.KeyNorm(half):
+        got = torch.ops.t5fx.key_norm.default(key, 0.0)
+    deviation, mean = got.std(2, correction=0), got.mean(2)
+    before = key.std(2, correction=0), key.mean(2)
+    assert torch.allclose(deviation, before[0] if half == "mean" else torch.ones_like(deviation))
+    wanted = before[1] / before[0] if half == "deviation" else torch.zeros_like(mean)
+    assert torch.allclose(mean, wanted, atol=1e-12)
+    assert torch.equal(torch.ops.t5fx.key_norm.default(key, 0.0), whole)
+
+
+def test_the_halves_reach_a_converted_model(folder, base, tmp_path):
+    """In a converted model, before any training, the halves and the whole give different outputs."""
+    seen = {}
+    for half in ("whole", "mean", "deviation"):
+        # In float64: new weights begin small, and in float32 what they add is lost.
+        model = ablations.Ablations(ablations.parse(arguments(folder, base, tmp_path))).softmax().double()
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+        t5fx.linearize(model, t5fx.everything, example_inputs=x)
+        with ablations.KeyNorm(half):
+            seen[half] = model.eval()(x).detach()
+    assert not torch.equal(seen["whole"], seen["mean"])
+    assert not torch.equal(seen["whole"], seen["deviation"])
+
+
 @pytest.mark.parametrize("name", ["inherit the MLP only", "inherit attention only", "from scratch"])
 def test_what_begins_anew(folder, base, tmp_path, name):
     run = ablations.Ablations(ablations.parse(arguments(folder, base, tmp_path)))
