@@ -101,10 +101,9 @@ class Run:
     def autocast(self) -> torch.autocast:
         return torch.autocast(DEVICE.type, torch.bfloat16, enabled=self.args.amp == "bf16")
 
-    def batch(self, step: int, size: int | None = None) -> Tensor:
-        """Images [B, 3, size, size]: a new batch at every step, begun again when all are used."""
-        size = size or self.args.batch
-        at = torch.arange(step * size, (step + 1) * size) % len(self.order)
+    def batch(self, step: int, count: int) -> Tensor:
+        """Images [count, 3, size, size]: others at every step, begun again when all are used."""
+        at = torch.arange(step * count, (step + 1) * count) % len(self.order)
         return pixels(self.pool[self.order[at]], self.args.size)
 
     def model(self, name: str | None = None) -> nn.Module:
@@ -157,9 +156,9 @@ class Run:
         t5fx.save(model, self.out / "converted")
 
     def calibrate(self) -> None:
-        model, steps, size = self.model("converted"), self.args.calibrate_steps, self.args.calibrate_batch
+        model, steps, count = self.model("converted"), self.args.calibrate_steps, self.args.calibrate_batch
         with self.clock.running(), self.autocast():
-            batches = (self.batch(step, size) for step in range(steps))
+            batches = (self.batch(step, count) for step in range(steps))
             done = t5fx.calibrate(model, batches, steps=steps, lr=self.args.calibrate_lr)
         for step in range(0, steps, 10):
             rows = done.errors[step : step + 10]
@@ -175,7 +174,7 @@ class Run:
         """The original teaches the calibrated model its final tokens."""
         args, teacher, model = self.args, self.model(), self.model("calibrated")
         with torch.no_grad(), self.autocast():
-            std = teacher.forward_features(self.batch(0)).float().std((0, 1))
+            std = teacher.forward_features(self.batch(0, args.batch)).float().std((0, 1))
         groups = t5fx.param_groups(model, args.lr, new_lr_scale=args.new_lr_scale, weight_decay=0.01)
         optimizer = torch.optim.AdamW(groups, fused=True, betas=(0.9, 0.99))
         peaks = [group["lr"] for group in optimizer.param_groups]
@@ -192,7 +191,7 @@ class Run:
                     factor = loop.rate((step + 1) / args.distill_steps, 0.05)
                     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                         group["lr"] = peak * factor
-                    images = self.batch(seen + step)
+                    images = self.batch(seen + step, args.batch)
                     with self.autocast():
                         with torch.no_grad():
                             wanted = teacher.forward_features(images)
