@@ -179,10 +179,7 @@ class Run:
         with clock.running(), batches.recipe.autocast(DEVICE):
             done = t5fx.calibrate(model, noisy_batches(), steps=steps, lr=self.args.calibrate_lr)
         print(done)
-        for step in range(0, steps, 10):
-            loss = sum(map(sum, done.errors[step : step + 10])) / sum(map(len, done.errors[step : step + 10]))
-            self.log.add(stage="calibrate", step=min(step + 10, steps), loss=loss, seconds=clock.wall * step / steps,
-                         cpu_seconds=clock.cpu * step / steps)  # fmt: skip
+        loop.log_calibration(self.log, done, clock, len(self.train) / self.args.calibrate_batch)
         t5fx.save(model, self.out / "calibrated")
 
     def finetune(self) -> None:

@@ -158,12 +158,7 @@ class Run:
         run = self.wrapped(model)
         with clock.running(), recipe.autocast(self.device):
             done = t5fx.calibrate(run, self.unlabelled(recipe), steps=args.calibrate_steps, lr=args.calibrate_lr)
-        for step, errors in enumerate(done.errors, 1):
-            if step % 10 == 0 or step == len(done.errors):
-                share = step / len(done.errors)
-                self.log.add(stage="calibrate", step=step, loss=sum(errors) / len(errors), seconds=clock.wall * share,
-                             cpu_seconds=clock.cpu * share,
-                             epoch=step * args.calibrate_batch / len(self.train))  # fmt: skip
+        loop.log_calibration(self.log, done, clock, len(self.train) / args.calibrate_batch)
         if loop.world()[0] == 0:
             print(done)
         self.save(run, "calibrated")

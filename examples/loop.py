@@ -25,6 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
+import t5fx
+
 
 def world() -> tuple[int, int]:
     """(rank, number of processes)."""
@@ -188,6 +190,15 @@ class Clock:
 
 def _cpu() -> float:
     return sum(os.times()[:4])
+
+
+def log_calibration(log: Log, done: t5fx.Calibration, clock: Clock, batches: float) -> None:
+    """A row for every ten steps: the sites' mean error; ``batches`` are those of an epoch."""
+    steps = len(done.errors)
+    for first in range(0, steps, 10):
+        rows, last = done.errors[first : first + 10], min(first + 10, steps)
+        log.add(stage="calibrate", step=last, epoch=last / batches, loss=sum(map(sum, rows)) / sum(map(len, rows)),
+                seconds=clock.wall * last / steps, cpu_seconds=clock.cpu * last / steps)  # fmt: skip
 
 
 def cross_entropy(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -69,13 +70,14 @@ def strips(path: Path, sheets: Mapping[str, Tensor], columns: int = 20) -> None:
         axes.imshow(1 - (lines + 1) / 2, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(title, loc="left", fontsize=9)
         axes.axis("off")
-    _save(figure, path)
-    with Image.open(path) as image:  # four channels of grey take three times the room
-        grey = image.convert("L")
-    grey.save(path, optimize=True)
+    _save(figure, path, grey=True)
 
 
-def _save(figure: plt.Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+def _save(figure: plt.Figure, path: Path, grey: bool = False) -> None:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=100)
     plt.close(figure)
+    image = Image.open(drawn)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Four channels of grey take three times the room.
+    (image.convert("L") if grey else image).save(path, optimize=True)

@@ -160,12 +160,7 @@ class Run:
         with self.clock.running(), self.autocast():
             batches = (self.batch(step, count) for step in range(steps))
             done = t5fx.calibrate(model, batches, steps=steps, lr=self.args.calibrate_lr)
-        for step in range(0, steps, 10):
-            rows = done.errors[step : step + 10]
-            loss = sum(map(sum, rows)) / (len(rows) * len(done.sites))
-            share = min(step + 10, steps) / steps
-            self.log.add(stage="calibrate", step=min(step + 10, steps), loss=loss,
-                         seconds=share * self.clock.wall, cpu_seconds=share * self.clock.cpu)  # fmt: skip
+        loop.log_calibration(self.log, done, self.clock, len(self.pool) / count)
         print(done)
         self.probe(model, "calibrated")
         t5fx.save(model, self.out / "calibrated")
