@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
@@ -64,7 +64,7 @@ def _lines(axes: plt.Axes, losses: Mapping[str, Points], across: str, loss: str)
 
 def strips(path: Path, sheets: Mapping[str, Tensor], columns: int = 20) -> None:
     """For each name its images [N, 1, height, width] in [-1, 1], in rows of ``columns``, dark on light."""
-    figure, rows = plt.subplots(len(sheets), 1, figsize=(8, 0.4 + 1.03 * len(sheets)), layout="constrained")
+    figure, rows = plt.subplots(len(sheets), 1, figsize=(8, 0.4 + 1.03 * len(sheets)), dpi=100, layout="constrained")
     for axes, (title, images) in zip(rows, sheets.items(), strict=True):
         lines = images[:, 0].unflatten(0, (-1, columns)).transpose(1, 2).flatten(2).flatten(0, 1).numpy()
         axes.imshow(1 - (lines + 1) / 2, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
@@ -74,10 +74,11 @@ def strips(path: Path, sheets: Mapping[str, Tensor], columns: int = 20) -> None:
 
 
 def _save(figure: plt.Figure, path: Path, grey: bool = False) -> None:
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=100)
-    plt.close(figure)
-    image = Image.open(drawn)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Four channels of grey take three times the room.
-    (image.convert("L") if grey else image).save(path, optimize=True)
+    if grey:  # four channels of grey take three times the room
+        figure.canvas.draw()
+        drawn = np.asarray(figure.canvas.buffer_rgba())
+        Image.fromarray(drawn).convert("L").save(path, optimize=True)
+    else:
+        figure.savefig(path, dpi=100)
+    plt.close(figure)
